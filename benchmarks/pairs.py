@@ -1,0 +1,67 @@
+"""Pairs of models on the same weights, and fair timing of two functions in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+import converters
+from converters.demo import shake
+from transformer_std import HookedTransformer
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"layers": 4, "width": 64, "heads": 4, "tokens": (1, 16), "runs": 400},
+    "middle": {"layers": 8, "width": 512, "heads": 8, "tokens": (2, 256), "runs": 15},
+}
+VOCAB = 512
+EXTRA: dict[str, dict[str, Any]] = {}
+
+
+def pair(family: str, size: str) -> tuple[HookedTransformer, Any]:
+    """Ours and transformers' model of a family at a size, sharing their weights."""
+    layers, width, heads = (SIZES[size][key] for key in ("layers", "width", "heads"))
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        num_hidden_layers=layers,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **EXTRA.get(family, {}),
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    shake(theirs)
+    return HookedTransformer.from_pretrained(theirs), theirs
+
+
+def tokens(size: str) -> torch.Tensor:
+    return torch.randint(0, VOCAB, SIZES[size]["tokens"], generator=torch.Generator().manual_seed(0))
+
+
+def medians(runs: int, *functions: Callable[[], Any]) -> list[float]:
+    """Median seconds of each function, run in turn so that what slows the machine slows all of them."""
+    for function in functions:
+        function()
+        function()
+    seconds: list[list[float]] = [[] for _ in functions]
+    for _ in range(runs):
+        for taken, function in zip(seconds, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def families() -> list[str]:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(2)
+    return converters.families()

@@ -1,0 +1,144 @@
+"""From released checkpoints to our model and back: one module a family, named as `config.model_type` names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from converters.checkpoint import Checkpoint, CheckpointError, LiveTensors
+from converters.fill import fill
+from converters.hf_config import ConfigError, ConfigReader
+from converters.rules import Copy, Rule
+from transformer_std.config import Origin, TransformerConfig
+from transformer_std.model import HookedTransformer
+
+if TYPE_CHECKING:
+    from converters.verification import Report
+
+__all__ = ["CheckpointError", "ConfigError", "families", "family_of", "load", "read_config", "verify"]
+
+OUR_CONFIG = "transformer_std.json"
+
+
+def families() -> list[str]:
+    """The `model_type`s that can be loaded: the modules here that have a table of weights."""
+    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _family(name) is not None]
+
+
+def _family(name: str) -> ModuleType | None:
+    if not name.isidentifier() or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        return None
+    module = importlib.import_module(f"{__name__}.{name}")
+    return module if hasattr(module, "WEIGHTS") else None
+
+
+def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
+    """The family's module, of a released config or of ours. Raises `ConfigError` where none serves it."""
+    if isinstance(config, TransformerConfig):
+        kind = config.origin.family if config.origin else None
+    else:
+        kind = config.get("model_type")
+    if (module := _family(str(kind))) is None:
+        alike = max((name for name in families() if str(kind).startswith(name)), key=len, default=None)
+        hint = f" (another architecture than {alike}, in spite of its name)" if alike else ""
+        raise ConfigError(f"model_type is {kind!r}{hint}; supported are {', '.join(families())}")
+    return module
+
+
+def read_config(source: str | Path | dict[str, Any], revision: str | None = None) -> TransformerConfig:
+    """The config of a checkpoint: a folder, a Hub id, a `config.json`, or its dict. Reads no weights.
+
+    Raises:
+        ConfigError: not JSON, of an unknown family, or with something in it that we do not compute.
+        CheckpointError: there is no config there.
+    """
+    if isinstance(source, dict):
+        return _convert_config(source)
+    path = Path(source)
+    if path.is_file():
+        return _convert_config(_read_json(path))
+    folder = path if path.is_dir() else _download(str(source), revision, ["*.json"])
+    if (folder / OUR_CONFIG).exists():
+        return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} has no config.json")
+    return _convert_config(_read_json(folder / "config.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a config")
+    return values
+
+
+def _convert_config(values: dict[str, Any]) -> TransformerConfig:
+    family = family_of(values)
+    reader = ConfigReader(values, values["model_type"])
+    config = family.config(reader)
+    reader.done()
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"config.dtype is {dtype!r}, which is no torch dtype")
+    return dataclasses.replace(config, dtype=dtype, origin=Origin(values["model_type"], values))
+
+
+def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+
+
+def load(
+    source: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+    attn_implementation: str = "sdpa",
+    tokenizer: Any = None,
+) -> HookedTransformer:
+    """What `HookedTransformer.from_pretrained` does; its arguments are described there."""
+    tensors: Checkpoint | LiveTensors
+    if isinstance(source, nn.Module):
+        config = _convert_config(source.config.to_dict())
+        rules, tensors = family_of(config).WEIGHTS, LiveTensors(source.state_dict())
+        dtype = dtype or next(source.parameters()).dtype
+    else:
+        folder = Path(source)
+        if not folder.is_dir():
+            folder = _download(str(source), revision, ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        config, tensors = read_config(folder), Checkpoint(folder)
+        rules = _own_rules(config) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
+        tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)
+    if dtype is None and config.dtype is not None:
+        dtype = getattr(torch, config.dtype)
+    with torch.device("meta"):
+        model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
+    fill(model, tensors, rules, dtype)
+    return model if device is None else model.to(device)
+
+
+def _own_rules(config: TransformerConfig) -> list[Rule]:
+    with torch.device("meta"):
+        return [Copy(name, name) for name, _ in HookedTransformer(config).named_parameters()]
+
+
+def verify(source: str | Path, **options: Any) -> Report:
+    """Compares our model of a checkpoint with transformers': see `converters.verification.verify`."""
+    from converters import verification
+
+    return verification.verify(source, **options)

@@ -1,0 +1,113 @@
+"""Names and tensors of a checkpoint on disk, read by memory map, one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+# What a checkpoint's weights may be; safetensors' other types are integers or quantised.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class CheckpointError(ValueError):
+    """A file or tensor that is missing, left over, or not what it should be."""
+
+
+class Checkpoint:
+    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
+
+    Nothing is read when it is opened but the headers, and every file is checked to be whole.
+
+    Raises:
+        CheckpointError: a shard that is missing, a file that is cut short or is none, or only pickled weights.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        for file in self._shards():
+            try:
+                self._files[file] = safe_open(folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{folder / file} is not a whole safetensors file: {error}") from None
+            names = self._files[file].keys()
+            for name in names:
+                if name in self._where:
+                    raise CheckpointError(f"tensor {name} is in two files, {self._where[name]} and {file}")
+                self._where[name] = file
+        self._check_index()
+
+    def _shards(self) -> list[str]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            files = sorted(set(self._weight_map(index).values()))
+            missing = [file for file in files if not (self.folder / file).exists()]
+            if missing:
+                raise CheckpointError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} lists")
+            return files
+        if (self.folder / "model.safetensors").exists():
+            return ["model.safetensors"]
+        pickled = [*self.folder.glob("*.bin"), *self.folder.glob("*.pt"), *self.folder.glob("*.pth")]
+        if pickled:
+            raise CheckpointError(
+                f"{self.folder} has only pickled weights ({pickled[0].name}), and unpickling one can run code; load it "
+                "with transformers and save_pretrained() it as safetensors"
+            )
+        raise CheckpointError(f"{self.folder} has no model.safetensors and no model.safetensors.index.json")
+
+    @staticmethod
+    def _weight_map(index: Path) -> dict[str, str]:
+        try:
+            return json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{index} is not an index of shards: {error!r}") from None
+
+    def _check_index(self) -> None:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists() and (lost := sorted(set(self._weight_map(index)) - set(self._where))):
+            raise CheckpointError(f"{index} lists tensors that no shard holds: {', '.join(lost[:5])}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def shape(self, name: str) -> list[int]:
+        return self._files[self._where[name]].get_slice(name).get_shape()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES.get(self._files[self._where[name]].get_slice(name).get_dtype(), torch.int64)
+
+    def tensor(self, name: str) -> Tensor:
+        """Memory-mapped: its bytes are read when they are first touched."""
+        return self._files[self._where[name]].get_tensor(name)
+
+    def origin(self, name: str) -> str:
+        return str(self.folder / self._where[name])
+
+
+class LiveTensors:
+    """The tensors of a live module, by the same interface."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def origin(self, name: str) -> str:
+        return "the live model"

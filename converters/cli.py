@@ -1,0 +1,147 @@
+"""The command line, `transformer-std`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import torch
+import typer
+import typer.core
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import converters
+from converters import CheckpointError, ConfigError
+from transformer_std import HookedTransformer
+from transformer_std.hook_points import HookPoint
+from transformer_std.layouts import axes, describe
+
+
+class Errors(typer.core.TyperGroup):
+    """Commands whose errors about a checkpoint are one line and status 2."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except (CheckpointError, ConfigError) as error:
+            console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=Errors, no_args_is_help=True, add_completion=False, help="Open language models up, exactly.")
+# Piped output is for other programs: never fold it to a guessed width.
+console = Console(width=None if sys.stdout.isatty() else 200)
+
+Source = Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id.")]
+Attention = Annotated[str, typer.Option(help="sdpa or eager, for both sides.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own without.")]
+MARKS = {True: "[green]yes[/]", False: "[red]no[/]"}
+
+
+@app.callback()
+def main() -> None:
+    """Open language models up, exactly."""
+    from transformers.utils import logging as theirs
+
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@app.command()
+def demo() -> None:
+    """Make a tiny checkpoint of every family; load, compare, cache, intervene."""
+    from converters.demo import demonstrate
+
+    table = Table(
+        "family", "logits = transformers' (sdpa)", "(eager)", "values cached", "intervention", "outcome", "holds"
+    )
+    good = True
+    with console.status("working") as status:
+        for found in demonstrate():
+            status.update(f"{found.family} done")
+            equal = [MARKS[found.bit_equal[attn]] for attn in ("sdpa", "eager")]
+            values = f"{found.values} ({found.megabytes:.2f} MB)"
+            table.add_row(found.family, *equal, values, found.intervention, found.outcome, MARKS[found.holds])
+            good = good and found.holds and all(found.bit_equal.values())
+    console.print(table)
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def verify(
+    source: Source,
+    prompt: Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")] = [],  # noqa: B006
+    dtype: Dtype = None,
+    attn_implementation: Attention = "sdpa",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+) -> None:
+    """Compare a checkpoint's logits with transformers'; status 1 where a bit differs."""
+    report = converters.verify(
+        source,
+        prompts=prompt,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        attn_implementation=attn_implementation,
+        revision=revision,
+    )
+    table = Table("prompt", "tokens", "bit-equal", "max difference", "top-1 agreement", "first value that departs")
+    for each in report.comparisons:
+        gone = each.first_departure
+        departure = "" if gone is None else f"{gone.name} (by {gone.max_difference:.3g})"
+        table.add_row(
+            escape(each.prompt[:40]),
+            str(each.tokens),
+            MARKS[each.bit_equal],
+            f"{each.max_difference:.3g}",
+            f"{each.top1_agreement:.1%}",
+            departure,
+        )
+    console.print(table)
+    equal = "bit-equal" if report.bit_equal else "DIFFERS"
+    console.print(f"verify {report.source} {report.dtype} {report.attn_implementation}: {equal}", soft_wrap=True)
+    raise typer.Exit(0 if report.bit_equal else 1)
+
+
+@app.command()
+def support(source: Source) -> None:
+    """The standard values of a checkpoint, from its config alone."""
+    with torch.device("meta"):
+        model = HookedTransformer(converters.read_config(source))
+    table = Table("host", "value", "layout", "what it is", "unavailable", title=f"{source}: {model.num_layers} blocks")
+    for value, entries in model.names.by_value.items():
+        points = [entry for entry in entries.values() if isinstance(entry, HookPoint)]
+        reasons: dict[str, list[int]] = {}
+        for layer, entry in entries.items():
+            if isinstance(entry, str) and layer is not None:
+                reasons.setdefault(entry, []).append(layer)
+        why = "; ".join(f"{spans(layers, model.num_layers)}: {reason}" for reason, layers in reasons.items())
+        if not points:
+            table.add_row("", value, "", "", why)
+            continue
+        host = points[0].name.removesuffix(value).rstrip(".") or "model"
+        host = host.replace(f"layers.{points[0].layer}", "layers.i")
+        sizes = {axis: size for axis in axes(points[0].layout) if (size := size_of(model, points[0], axis))}
+        table.add_row(host, value, escape(describe(points[0].layout, sizes)), points[0].description, why)
+    console.print(table)
+
+
+def size_of(model: HookedTransformer, point: HookPoint, axis: str) -> int | None:
+    """What the axis measures on the point's host, or else on the model."""
+    host = model.get_submodule(point.name.rpartition(".")[0])
+    return getattr(host, axis, None) or getattr(model, axis, None)
+
+
+def spans(layers: list[int], num_layers: int) -> str:
+    """Layer numbers in short: `0-1, 4`."""
+    if len(layers) == num_layers:
+        return "all layers"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return ", ".join("-".join(map(str, run)) for run in runs)

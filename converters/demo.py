@@ -1,0 +1,97 @@
+"""Tiny checkpoints made on the spot, and what one does with a model, on each of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import converters
+from converters.verification import verify
+from transformer_std import HookedTransformer
+
+TEXT = "the cat sat on the mat and the dog ran to the red house by the sea"
+PROMPT = "the cat sat on the red mat"
+
+
+def make_tokenizer(folder: Path, **special: str) -> int:
+    """Writes a tokenizer of the words of `TEXT`, one token each, that adds nothing; returns its size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", *special.values(), *dict.fromkeys(TEXT.split())]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(folder)
+    return len(words)
+
+
+def make_checkpoint(family: str, folder: Path, **settings: Any) -> None:
+    """Writes a tiny checkpoint of `family` as transformers writes one, every parameter away from its initial value."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    size = make_tokenizer(folder, eos_token="<eos>")
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+    config = AutoConfig.for_model(
+        family, vocab_size=size + 3, **special, **converters.family_of({"model_type": family}).TINY, **settings
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    shake(model)
+    model.save_pretrained(folder)
+
+
+def shake(model: torch.nn.Module, seed: int = 0) -> None:
+    """Moves every parameter by seeded noise: fresh biases are 0 and fresh norms 1, which hides what drops them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter += 0.12 * torch.randn(parameter.shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the demonstration found on one family."""
+
+    family: str
+    bit_equal: dict[str, bool]  # by attention implementation
+    values: int
+    megabytes: float
+    intervention: str
+    outcome: str
+    holds: bool
+
+
+@torch.no_grad()
+def demonstrate() -> Iterator[Finding]:
+    """Makes, loads, compares, caches and intervenes, a family at a time."""
+    for family in converters.families():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            make_checkpoint(family, folder)
+            equal = {
+                attn: verify(folder, attn_implementation=attn, prompts=[PROMPT]).bit_equal for attn in ("sdpa", "eager")
+            }
+            model = HookedTransformer.from_pretrained(folder)
+            _, cache = model.run_with_cache(PROMPT)
+            yield Finding(family, equal, len(cache), cache.num_bytes / 1e6, *ablate_head(model))
+
+
+def ablate_head(model: HookedTransformer, layer: int = 1, head: int = 2) -> tuple[str, str, bool]:
+    """Takes one head's output away and looks where the stream changed."""
+
+    def ablate(heads: torch.Tensor, hook: Any) -> None:
+        heads[:, :, head] = 0
+
+    logits, clean = model.run_with_cache(PROMPT, names_filter=["layer_input", "logits"])
+    with model.hooks(fwd_hooks=[(("attention_premix", layer), ablate)]):
+        ablated_logits, ablated = model.run_with_cache(PROMPT, names_filter=["layer_input", "logits"])
+    before = torch.equal(clean["layer_input", layer], ablated["layer_input", layer])
+    after = not torch.equal(clean["layer_input", layer + 1], ablated["layer_input", layer + 1])
+    gone = torch.equal(model(PROMPT), logits)
+    moved = float((ablated_logits - logits).abs().max())
+    outcome = f"stream up to block {layer} same, after it changed, logits by {moved:.3f}; clean again after"
+    return f"ablate head {head} of block {layer}", outcome, before and after and gone

@@ -1,0 +1,159 @@
+"""Reading a released `config.json`, key by key, so that none goes unread."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from transformer_std.config import Rotary
+
+
+class ConfigError(ValueError):
+    """A config that says something we do not compute, or lacks something we need."""
+
+
+# What every config may hold and no forward reads; `*` stands for anything.
+NOTES = (
+    "_*", "add_cross_attention", "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length",
+    "model_name", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
+    "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "router_aux_loss_coef", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "unsloth_*", "use_bfloat16", "use_cache",
+)  # fmt: skip
+
+
+class ConfigReader:
+    """A family's view of a config dict: `take` what it builds from, `require` what it only computes one way, `ignore`
+    what changes nothing, then `done`.
+
+    Args:
+        values: the config, as `config.json` has it.
+        family: for messages.
+    """
+
+    def __init__(self, values: dict[str, Any], family: str):
+        self._values, self.family = dict(values), family
+        self._read: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of `key`; `default` where the config lacks it or holds null."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a whole number of at least {least}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.{key} is {value!r}; {self.family} needs true or false")
+        return value
+
+    def one_of(self, key: str, options: Any, default: str) -> str:
+        value = self.take(key, default)
+        if value not in options:
+            raise ConfigError(f"config.{key} is {value!r}; {self.family} implements {', '.join(map(repr, options))}")
+        return value
+
+    def require(self, key: str, *values: Any) -> None:
+        """`key` may be absent, null, or one of `values`: anything else is another model."""
+        value = self.take(key, values[0])
+        if value not in values:
+            raise ConfigError(f"config.{key} is {value!r}; {self.family} implements {', '.join(map(repr, values))}")
+
+    def ignore(self, *keys: str, because: str) -> None:
+        """Keys that change nothing we compute; `because` stands in the code for its reader."""
+        self._read.update(keys)
+
+    def heads(self, hidden_size: int, default: int, default_kv: int | None = None) -> tuple[int, int, int]:
+        """Query heads, key/value heads and head_dim, which is hidden_size / heads where it is not its own number."""
+        heads = self.whole("num_attention_heads", default)
+        kv_heads = self.whole("num_key_value_heads", default_kv or heads)
+        if heads % kv_heads:
+            raise ConfigError(f"config: {heads} query heads do not divide among {kv_heads} key/value heads")
+        if self.take("head_dim") is None and hidden_size % heads:
+            raise ConfigError(f"config: hidden_size {hidden_size} does not divide among {heads} heads")
+        return heads, kv_heads, self.whole("head_dim", hidden_size // heads)
+
+    def rope(self, theta: float, partial: float | None = None) -> dict[str, Any]:
+        """The rotary settings in one dict, wherever the config has them: `rope_parameters` (current), `rope_scaling`
+        with `rope_theta` and `partial_rotary_factor` beside it (released). The type is under `rope_type`."""
+        inner = dict(self.take("rope_scaling") or self.take("rope_parameters") or {})
+        self._read.update(("rope_scaling", "rope_parameters"))
+        found = {"rope_theta": self.take("rope_theta", theta), "partial_rotary_factor": partial}
+        outer = self.take("partial_rotary_factor")
+        found |= {} if outer is None else {"partial_rotary_factor": outer}
+        found |= {key: value for key, value in inner.items() if value is not None}
+        kind = found.pop("type", "default")
+        return {"rope_type": kind, **found}
+
+    def done(self) -> None:
+        """Raises `ConfigError` if the config holds a key that nobody read."""
+        if "quantization_config" in self._values:
+            method = (self._values["quantization_config"] or {}).get("quant_method", "unknown")
+            raise ConfigError(f"this checkpoint is quantised ({method}); only plain weights are supported")
+        left = [
+            key
+            for key, value in self._values.items()
+            if key not in self._read and value is not None and not any(fnmatch.fnmatchcase(key, note) for note in NOTES)
+        ]
+        if left:
+            shown = ", ".join(f"{key} = {self._values[key]!r}"[:80] for key in sorted(left))
+            raise ConfigError(
+                f"{self.family} does not know the config key {shown}; if it is only a note, take it out of config.json"
+            )
+
+
+def plain_rotary(rope: dict[str, Any], head_dim: int, family: str) -> Rotary:
+    """Rotary without scaling. Raises `ConfigError` on settings it does not have."""
+    _check_rope(rope, {"default"}, {"rope_theta", "partial_rotary_factor"}, family)
+    return Rotary(_rotary_dims(rope, head_dim), rope["rope_theta"])
+
+
+def longrope(rope: dict[str, Any], head_dim: int, family: str, known: tuple[str, ...] = ()) -> Rotary:
+    """The factors of longrope; the scales are the family's."""
+    keys = {"rope_theta", "partial_rotary_factor", "short_factor", "long_factor", "original_max_position_embeddings"}
+    _check_rope(rope, {"longrope"}, keys | set(known), family)
+    dims = _rotary_dims(rope, head_dim)
+    factors = []
+    for key in ("short_factor", "long_factor"):
+        values = rope.get(key)
+        if not isinstance(values, (list, tuple)) or len(values) != dims // 2:
+            size = len(values) if isinstance(values, (list, tuple)) else None
+            raise ConfigError(f"rope {key} needs {dims // 2} numbers, half the {dims} rotated dimensions, not {size}")
+        factors.append(tuple(float(value) for value in values))
+    return Rotary(dims, rope["rope_theta"], *factors, rope["original_max_position_embeddings"])
+
+
+def _check_rope(rope: dict[str, Any], kinds: set[str], keys: set[str], family: str) -> None:
+    if rope["rope_type"] not in kinds:
+        raise ConfigError(f"rope type is {rope['rope_type']!r}; {family} implements {', '.join(sorted(kinds))}")
+    if unknown := sorted(set(rope) - keys - {"rope_type"}):
+        raise ConfigError(f"{family} does not know the rope setting {', '.join(unknown)} ({rope['rope_type']})")
+
+
+def _rotary_dims(rope: dict[str, Any], head_dim: int) -> int:
+    share = rope.get("partial_rotary_factor")
+    dims = int(head_dim * (1.0 if share is None else share))
+    if dims % 2 or not 0 < dims <= head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor {share} turns {dims} of {head_dim} dimensions; it needs an even number"
+        )
+    return dims

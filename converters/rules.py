@@ -1,0 +1,77 @@
+"""One table a family says which tensor of a checkpoint is which of ours; it is read in both directions.
+
+A pattern is a name with `{i}` for a block's index and `{e}` for an expert's. The first row that fills a tensor of ours
+is the layout of the released files, which `export` writes; later rows for the same tensor are other layouts to read.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor of theirs is one of ours."""
+
+    theirs: str
+    ours: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.theirs,)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors of theirs, one set an expert, are the rows of one of ours: [expert, sources side by side, ...]."""
+
+    sources: tuple[str, ...]
+    ours: str
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """A tensor of theirs that we do not need, and why."""
+
+    theirs: str
+    because: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.theirs,)
+
+
+Rule = Copy | Stack | Ignore
+Indices = dict[str, int]
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(pattern)))
+
+
+def indices(pattern: str, name: str) -> Indices | None:
+    """The numbers in `name` where `pattern` has `{i}` and `{e}`; None where it does not fit."""
+    found = _regex(pattern).fullmatch(name)
+    return None if found is None else {key: int(number) for key, number in found.groupdict().items()}
+
+
+def match(rules: Iterable[Rule], name: str) -> tuple[Rule, int, Indices] | None:
+    """The row that takes a tensor of theirs, which of the row's sources it is, and its indices."""
+    for rule in rules:
+        for position, source in enumerate(rule.sources):
+            found = indices(source, name)
+            if found is not None:
+                return rule, position, found
+    return None
+
+
+def written_by(rules: Iterable[Rule], name: str) -> tuple[Copy | Stack, Indices] | None:
+    """The row that writes a tensor of ours in the released layout, and the tensor's indices."""
+    for rule in rules:
+        if not isinstance(rule, Ignore) and (found := indices(rule.ours, name)) is not None:
+            return rule, found
+    return None

@@ -1,0 +1,359 @@
+"""From files to a model: spellings of the config, the exact account of tensors, and every bad file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import converters
+from converters.checkpoint import Checkpoint
+from converters.fill import fill
+from tests.tiny import BASES, BOUNDARY, RECIPES, Recipe, as_released, edit_config, hf_config, load_reference, prompt
+from transformer_std import HookedTransformer, TransformerConfig
+
+Folders = Callable[[Recipe], Path]
+NAMED = {recipe.id: recipe for recipe in RECIPES}
+BASE_IDS = [pytest.param(recipe, id=recipe.id) for recipe in BASES]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# -- configs -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_released_spelling(recipe: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(recipe)
+    current = converters.read_config(folder)
+    expected = HookedTransformer.from_pretrained(folder)(prompt())
+    as_released(folder)
+    assert "rope_parameters" not in json.loads((folder / "config.json").read_text())
+    assert converters.read_config(folder) == current
+    assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt()), expected)
+    assert torch.equal(load_reference(folder, attn="sdpa")(prompt()).logits, expected)
+
+
+@torch.no_grad()
+def test_su_is_longrope(own_copy: Folders) -> None:
+    """Phi-3-medium-128k's spelling, which transformers cannot read: the same weights, against the spelling it can."""
+    folder = own_copy(NAMED["phi3-longrope"])
+    theirs = load_reference(folder, attn="sdpa")
+    as_released(folder)
+    config = json.loads((folder / "config.json").read_text())
+    edit_config(folder, rope_scaling={**config["rope_scaling"], "type": "su"})
+    with pytest.raises(KeyError, match="original_max_position_embeddings"):
+        load_reference(folder)
+    model = HookedTransformer.from_pretrained(folder)
+    for length in (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1):
+        assert torch.equal(model(prompt(length)), theirs(prompt(length)).logits)
+
+
+def test_a_config_of_defaults_is_transformers_defaults() -> None:
+    for family in converters.families():
+        hf = hf_config(Recipe(family, "x")).__class__()
+        theirs = converters.read_config(hf.to_dict())
+        ours = converters.read_config({"model_type": family, "rope_parameters": hf.rope_parameters})
+        assert ours == theirs
+
+
+BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("phi", {"model_type": "phi9"}, "model_type is 'phi9' .*supported are"),
+    ("phi3", {"model_type": "phi3small"}, "model_type is 'phi3small' .another architecture than phi3, in spite"),
+    ("phi3", {"model_type": "phi4flash"}, "model_type is 'phi4flash'"),
+    ("phi", {"model_type": "cli"}, "model_type is 'cli'"),
+    ("phi", {"hidden_act": "xielu"}, "config.hidden_act is 'xielu'; phi implements"),
+    ("phi", {"rope_parameters": {"rope_type": "wavy"}}, "rope type is 'wavy'"),
+    ("phi", {"rope_parameters": {"rope_type": "default", "wobble": 2}}, "rope setting wobble"),
+    ("phi", {"num_key_value_heads": 4}, "6 query heads do not divide among 4"),
+    ("phi", {"hidden_size": 97}, "hidden_size 97 does not divide among 6 heads"),
+    ("phi", {"num_hidden_layers": 0}, "config.num_hidden_layers is 0; phi needs a whole number of at least 1"),
+    ("phi", {"hidden_size": "96"}, "config.hidden_size is '96'"),
+    ("phi", {"logit_softcap": 30.0}, "phi does not know the config key logit_softcap = 30.0"),
+    ("phi3", {"attention_bias": True}, "config.attention_bias is True; phi3 implements False"),
+    ("phi3", {"dtype": "float7"}, "config.dtype is 'float7'"),
+    ("phi3", {"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+    ("phi3", {"tie_word_embeddings": "yes"}, "config.tie_word_embeddings is 'yes'"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "needs 8 numbers"),
+    ("phi", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.32}}, "turns 5 of 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), BAD_CONFIGS, ids=[str(c[1])[:40] for c in BAD_CONFIGS])
+def test_bad_configs(family: str, changes: dict[str, Any], message: str, own_copy: Folders) -> None:
+    folder = own_copy(NAMED[f"{family}-base"])
+    edit_config(folder, **changes)
+    for enter in (converters.read_config, HookedTransformer.from_pretrained):
+        with pytest.raises(converters.ConfigError, match=message):
+            enter(folder)
+
+
+def test_no_config(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    (folder / "config.json").write_text("{")
+    with pytest.raises(converters.ConfigError, match=r"config.json is not JSON"):
+        converters.read_config(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(converters.ConfigError, match="holds list"):
+        converters.read_config(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(converters.CheckpointError, match=r"has no config.json"):
+        HookedTransformer.from_pretrained(folder)
+
+
+# -- the account of tensors --------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(converters.CheckpointError, match=message):
+        HookedTransformer.from_pretrained(folder)
+
+
+def test_every_tensor_is_needed(recipe: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(recipe)
+    whole = tensors_of(folder)
+    for name in whole:
+        write_tensors(folder, {each: tensor for each, tensor in whole.items() if each != name})
+        refused(folder, f"missing: {re.escape(name)}$")
+
+
+def test_every_tensor_must_have_its_shape(recipe: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(recipe)
+    whole = tensors_of(folder)
+    for name, tensor in whole.items():
+        for wrong in (tensor[:-1], tensor[..., None], *([tensor.T] if tensor.ndim == 2 else [])):
+            if wrong.shape == tensor.shape:
+                continue
+            write_tensors(folder, {**whole, name: wrong.contiguous()})
+            refused(folder, rf"misshapen: {re.escape(name)} is \[.*\], the config makes it \[")
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+def test_nothing_may_be_left_over(base: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(base)
+    whole = tensors_of(folder)
+    for extra in ("model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.3.input_layernorm.weight", "x"):
+        write_tensors(folder, {**whole, extra: torch.ones(2)})
+        refused(folder, rf"left over: {re.escape(extra)} \[2\] in .*model.safetensors")
+    write_tensors(folder, {**whole, "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    HookedTransformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(base)
+    whole = tensors_of(folder)
+    norm = "model.layers.0.input_layernorm.weight"
+    whole["extra"] = whole.pop(norm)
+    whole["model.embed_tokens.weight"] = whole["model.embed_tokens.weight"].int()
+    write_tensors(folder, whole)
+    with pytest.raises(converters.CheckpointError) as caught:
+        HookedTransformer.from_pretrained(folder)
+    for line in (f"missing: {norm}", "left over: extra", "not floating: model.embed_tokens.weight is torch.int"):
+        assert line in str(caught.value)
+
+
+def test_a_failed_fill_changes_nothing(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    whole = tensors_of(folder)
+    del whole["lm_head.bias"]
+    write_tensors(folder, whole)
+    with torch.device("meta"):
+        model = HookedTransformer(converters.read_config(folder))
+    with pytest.raises(converters.CheckpointError):
+        fill(model, Checkpoint(folder), converters.family_of(model.config).WEIGHTS, None)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["phi-tied", "phi3-tied"])
+@torch.no_grad()
+def test_tied_heads(name: str, own_copy: Folders) -> None:
+    folder = own_copy(NAMED[name])
+    whole = tensors_of(folder)
+    model = HookedTransformer.from_pretrained(folder)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert "lm_head.weight" not in whole
+    write_tensors(folder, {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()})
+    assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt()), model(prompt()))
+    write_tensors(folder, {**whole, "lm_head.weight": whole["model.embed_tokens.weight"] + 1})
+    refused(folder, "tie_word_embeddings, but lm_head.weight and model.embed_tokens.weight differ")
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def in_shards(folder: Path) -> None:
+    whole = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{i % 2 + 1:05}-of-00002.safetensors" for i, name in enumerate(whole)}
+    for file in set(files.values()):
+        save_file({name: whole[name] for name in whole if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@torch.no_grad()
+def test_shards(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    expected = HookedTransformer.from_pretrained(folder)(prompt())
+    in_shards(folder)
+    assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt()), expected)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, r"lacks model-00002-of-00002.safetensors, which model.safetensors.index.json lists")
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -4])
+def test_truncated_files(cut: int, own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    refused(folder, r"model.safetensors is not a whole safetensors file")
+
+
+def test_pickles_are_refused(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, r"only pickled weights \(pytorch_model.bin\)")
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, r"has no model.safetensors and no model.safetensors.index.json")
+
+
+# -- dtypes, live models, our own format -------------------------------------------------------------------------
+
+
+def test_dtypes(recipe: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(recipe)
+    assert HookedTransformer.from_pretrained(folder).embed_tokens.weight.dtype == torch.float32
+    edit_config(folder, dtype="bfloat16")
+    assert HookedTransformer.from_pretrained(folder).embed_tokens.weight.dtype == torch.bfloat16
+    edit_config(folder, dtype=None)
+    write_tensors(folder, {name: tensor.half() for name, tensor in tensors_of(folder).items()})
+    model = HookedTransformer.from_pretrained(folder)
+    theirs = load_reference(folder, torch.float16)
+    ours = {str(parameter.dtype) for parameter in model.parameters()}
+    assert ours == {str(parameter.dtype) for parameter in theirs.parameters()}
+
+
+def test_half_precision_is_never_loaded_through_float32(own_copy: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own_copy(BASES[0])
+    write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors_of(folder).items()})
+    edit_config(folder, dtype="bfloat16")
+    monkeypatch.setattr(torch.Tensor, "float", None)
+    model = HookedTransformer.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_a_live_model_shares_its_tensors(recipe: Recipe, checkpoints: Folders) -> None:
+    theirs = load_reference(checkpoints(recipe), attn="sdpa")
+    model = HookedTransformer.from_pretrained(theirs)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in theirs.state_dict().values()}
+    assert {parameter.untyped_storage().data_ptr() for parameter in model.parameters()} == storages
+    assert torch.equal(model(prompt()), theirs(prompt()).logits)
+    theirs.model.embed_tokens.weight += 1
+    assert torch.equal(model(prompt()), theirs(prompt()).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_our_format_round_trips(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(recipe), dtype=dtype)
+    model.save_pretrained(tmp_path)
+    again = HookedTransformer.from_pretrained(tmp_path)
+    assert again.config == dataclasses.replace(model.config, dtype=str(dtype)[6:])
+    assert again.config.origin == model.config.origin
+    ours, theirs = model.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+    assert torch.equal(model(prompt()), again(prompt()))
+
+
+def test_a_config_of_ours_alone(recipe: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
+    config = converters.read_config(checkpoints(recipe))
+    assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    model = HookedTransformer(config)
+    assert not model.training
+    assert model(prompt()).shape == (2, prompt().shape[1], config.vocab_size)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(HookedTransformer.from_pretrained(tmp_path)(prompt()), model(prompt()))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_grows_with_the_context(recipe: Recipe, own_copy: Folders) -> None:
+    """Building and running 8 tokens allocates the same bytes, whatever the context."""
+    from torch.profiler import profile
+
+    def cost(folder: Path) -> int:
+        HookedTransformer.from_pretrained(folder)(prompt(8))  # imports and first-use tables are not this model's
+        with profile(profile_memory=True) as run, torch.no_grad():
+            HookedTransformer.from_pretrained(folder)(prompt(8))
+        return sum(max(event.self_cpu_memory_usage, 0) for event in run.events())
+
+    folder = own_copy(recipe)
+    small = cost(folder)
+    edit_config(folder, max_position_embeddings=131072)
+    assert cost(folder) == small
+
+
+@torch.no_grad()
+def test_sizes_and_weight_views(recipe: Recipe, checkpoints: Folders) -> None:
+    model, theirs = HookedTransformer.from_pretrained(checkpoints(recipe)), load_reference(checkpoints(recipe))
+    config = theirs.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = (model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.vocab_size)
+    assert sizes == (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.vocab_size,
+    )
+    assert (model.head_dim, model.qk_head_dim) == (head_dim, head_dim)
+    assert model.intermediate_size == model.layers[0].mlp.intermediate_size
+    _, cache = model.run_with_cache(prompt())
+    attention, x = model.layers[1].self_attn, cache["attention_norm_output", 1]
+    q = torch.einsum("bsm,hmd->bhsd", x, attention.W_Q) + attention.b_Q[:, None]
+    v = torch.einsum("bsm,hmd->bhsd", x, attention.W_V) + attention.b_V[:, None]
+    k = torch.einsum("bsm,hmd->bhsd", x, attention.W_K) + attention.b_K[:, None]
+    torch.testing.assert_close(v, cache["attention_values", 1])
+    if attention.q_norm is None:
+        torch.testing.assert_close(q, cache["attention_queries_before_rotary", 1])
+        torch.testing.assert_close(k, cache["attention_keys_before_rotary", 1])
+    o = torch.einsum("bshd,hdm->bsm", cache["attention_premix", 1], attention.W_O) + attention.b_O
+    torch.testing.assert_close(o, attention.o(cache["attention_premix", 1].flatten(2)))
+    out = cache["final_norm_output"] @ model.W_U + model.b_U
+    torch.testing.assert_close(out, cache["logits"])
+    assert torch.equal(model.W_E[prompt()], cache["token_embeddings"])
+    views = [attention.W_Q, attention.W_K, attention.W_V, attention.W_O, model.W_E, model.W_U]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert all(view.untyped_storage().data_ptr() in storages for view in views)
+
+
+@torch.no_grad()
+def test_dense_mlp_weight_views(recipe: Recipe, checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(recipe))
+    mlp = model.layers[0].mlp
+    if not hasattr(mlp, "W_in"):
+        return
+    _, cache = model.run_with_cache(prompt())
+    x = cache["mlp_norm_output", 0]
+    if hasattr(mlp, "W_gate"):
+        torch.testing.assert_close(x @ mlp.W_gate, cache["mlp_preactivation", 0])
+        torch.testing.assert_close(x @ mlp.W_in, cache["mlp_up", 0])
+    else:
+        torch.testing.assert_close(x @ mlp.W_in + mlp.b_in, cache["mlp_preactivation", 0])
+    torch.testing.assert_close(cache["mlp_neurons", 0] @ mlp.W_out + mlp.b_out, mlp.down(cache["mlp_neurons", 0]))

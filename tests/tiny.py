@@ -1,0 +1,122 @@
+"""Tiny checkpoints of every family, made by transformers. Each recipe is one config; every width in it is another
+number, so that no swapped or transposed tensor fits, and every parameter is moved off its initial value."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import converters
+from converters.demo import shake
+
+VOCAB = 131
+LENGTH = 13  # of a prompt; longer than every window here
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`lengths`: prompt lengths to compare at, where a boundary lies between them."""
+
+    family: str
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
+    lengths: tuple[int, ...] = (LENGTH, 1)
+
+    @property
+    def id(self) -> str:
+        return f"{self.family}-{self.name}"
+
+
+def factors(count: int, first: float, step: float) -> list[float]:
+    return [first + step * i for i in range(count)]
+
+
+def longrope(rotated: int, **settings: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors(rotated // 2, 1.0, 0.05),
+        "long_factor": factors(rotated // 2, 1.5, 0.7),
+        **settings,
+    }
+
+
+BOUNDARY = 16  # of longrope
+AROUND = (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1)
+LONG = {"original_max_position_embeddings": BOUNDARY, "max_position_embeddings": 4 * BOUNDARY}
+
+RECIPES = [
+    Recipe("phi", "base"),
+    Recipe("phi", "grouped", {"num_key_value_heads": 2}),
+    Recipe("phi", "qk_layernorm", {"qk_layernorm": True, "num_key_value_heads": 3}),
+    Recipe("phi", "share_of_head", {"partial_rotary_factor": 0.4}),
+    Recipe("phi", "whole_head", {"partial_rotary_factor": 1.0}),
+    Recipe("phi", "tied", {"tie_word_embeddings": True}),
+    Recipe("phi", "head_of_10", {"hidden_size": 60, "partial_rotary_factor": 0.4}),
+    Recipe("phi3", "base"),
+    Recipe("phi3", "ungrouped", {"num_key_value_heads": None}),
+    Recipe("phi3", "window", {"sliding_window": 5}, (4, 5, 6, LENGTH)),
+    Recipe("phi3", "tied", {"tie_word_embeddings": True, "num_attention_heads": 12, "num_key_value_heads": 3}),
+    Recipe("phi3", "longrope", {**LONG, "rope_parameters": longrope(16)}, AROUND),
+    Recipe(
+        "phi3", "longrope_partial",
+        {**LONG, "rope_parameters": longrope(12, partial_rotary_factor=0.75), "sliding_window": 64}, AROUND,
+    ),
+    Recipe("phi3", "longrope_factor", {**LONG, "rope_parameters": longrope(16, factor=3.0)}, AROUND),
+]  # fmt: skip
+BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
+
+
+def hf_config(recipe: Recipe) -> Any:
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    tiny = converters.family_of({"model_type": recipe.family}).TINY
+    settings = {"vocab_size": VOCAB, **special, **tiny, **recipe.settings}
+    return transformers.AutoConfig.for_model(recipe.family, **settings)
+
+
+def build(recipe: Recipe, folder: Path) -> Path:
+    """Writes the recipe's checkpoint, in float32."""
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(recipe))
+    shake(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of a checkpoint's config; None takes a key out."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def as_released(folder: Path) -> None:
+    """Rewrites a checkpoint's config as transformers 4 spelled it, the way the released files are."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = dict(config["rope_parameters"])
+    theta, partial, kind = (rope.pop(key, None) for key in ("rope_theta", "partial_rotary_factor", "rope_type"))
+    rope.pop("original_max_position_embeddings", None)
+    edit_config(
+        folder,
+        rope_parameters=None,
+        rope_theta=theta,
+        partial_rotary_factor=partial,
+        rope_scaling=None if kind == "default" else {"type": kind, **rope},
+        dtype=None,
+        torch_dtype=config["dtype"],
+    )
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32, attn: str = "eager") -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn)
+    return model.eval()
+
+
+@functools.cache
+def prompt(length: int = LENGTH, rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))

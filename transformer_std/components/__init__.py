@@ -1,0 +1,1 @@
+"""The parts of a block. Each declares the standard values it computes."""

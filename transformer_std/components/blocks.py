@@ -1,0 +1,66 @@
+"""The two wirings of a block."""
+
+from __future__ import annotations
+
+from transformer_std import config
+from transformer_std.components.attention import Attention, LayerCache, Mask
+from transformer_std.components.functions import Angles
+from transformer_std.components.mlp import MLPS
+from transformer_std.components.norms import build_norm
+from transformer_std.hook_points import HookPoint, Host
+from transformer_std.layouts import Residual
+
+
+class Block(Host):
+    """Attention and MLP on a residual stream."""
+
+    host = "block"
+
+    layer_input = HookPoint(Residual, "The residual stream entering the block")
+    attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
+    attention_input = HookPoint(Residual, "What the attention is called with")
+
+    def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
+        super().__init__()
+        self.attention_norm = build_norm(cfg.norm, hidden_size)
+        self.self_attn = Attention(cfg.attention, hidden_size, cfg.post_norm, eager)
+        self.mlp = MLPS[cfg.mlp.kind](cfg.mlp, hidden_size, cfg.post_norm)
+
+
+class SequentialBlock(Block):
+    """h = x + attention(norm(x));  out = h + mlp(norm(h))"""
+
+    layer_mid = HookPoint(Residual, "The residual stream after the attention add")
+    mlp_norm_output = HookPoint(Residual, "The normed stream entering the MLP")
+    mlp_input = HookPoint(Residual, "What the MLP is called with")
+    layer_output = HookPoint(Residual, "The residual stream leaving the block")
+
+    def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
+        super().__init__(cfg, hidden_size, eager)
+        self.mlp_norm = build_norm(cfg.norm, hidden_size)
+
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
+        x = self.layer_input(x)
+        normed = self.attention_norm_output(self.attention_norm(x))
+        x = self.layer_mid(x + self.self_attn(self.attention_input(normed), angles, mask, cache))
+        normed = self.mlp_norm_output(self.mlp_norm(x))
+        return self.layer_output(x + self.mlp(self.mlp_input(normed)))
+
+
+class ParallelBlock(Block):
+    """h = norm(x);  out = attention(h) + mlp(h) + x"""
+
+    lacks = "the block is parallel: it adds both sublayers at once, and there is no stream between them"
+
+    mlp_norm_output = HookPoint(Residual, "The one norm's output, which both sublayers read")
+    mlp_input = HookPoint(Residual, "What the MLP is called with")
+    layer_output = HookPoint(Residual, "The residual stream leaving the block")
+
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
+        x = self.layer_input(x)
+        normed = self.mlp_norm_output(self.attention_norm_output(self.attention_norm(x)))
+        attention = self.self_attn(self.attention_input(normed), angles, mask, cache)
+        return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
+
+
+BLOCKS: dict[str, type[Block]] = {"sequential": SequentialBlock, "parallel": ParallelBlock}

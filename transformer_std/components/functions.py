@@ -1,0 +1,94 @@
+"""Rotary angles and turning, and who may see whom: pure functions."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from einops import repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from transformer_std.config import Rotary
+
+Angles = tuple[Float[Tensor, "rows 1 seq rotated"], Float[Tensor, "rows 1 seq rotated"]]
+
+
+@functools.lru_cache(maxsize=64)
+def inverse_frequencies(rotary: Rotary, long: bool, device: torch.device) -> Float[Tensor, " pairs"]:
+    """Radians a position for each pair of rotated dimensions, computed in float32 on the CPU on every device."""
+    exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32, device="cpu") / rotary.dims
+    steps = rotary.theta**exponents
+    factors = rotary.long_factors if long else rotary.short_factors
+    if factors is not None:
+        steps = torch.tensor(factors, dtype=torch.float32, device="cpu") * steps
+    return (1.0 / steps).to(device)
+
+
+def rotary_angles(rotary: Rotary, positions: Int[Tensor, "rows seq"], dtype: torch.dtype) -> Angles:
+    """cos, and sin with the sign of its term, of every rotated dimension; in float32, then cast to `dtype`.
+
+    The largest position of the pass decides for all of its rows and positions whether longrope's long factors and
+    scale hold, as in transformers: a long row switches its batch mates.
+    """
+    frequencies = inverse_frequencies(rotary, False, positions.device)
+    scale: float | Tensor = rotary.short_scale
+    if rotary.original_length is not None:
+        past = positions.max() >= rotary.original_length
+        frequencies = torch.where(past, inverse_frequencies(rotary, True, positions.device), frequencies)
+        if rotary.long_scale != rotary.short_scale:
+            scale = torch.where(past, rotary.long_scale, rotary.short_scale)
+    angles = positions[:, None, :, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    if rotary.original_length is not None:
+        cos, sin = cos * scale, sin * scale
+    half = rotary.dims // 2
+    sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return cos.to(dtype), sin.to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def prompt_angles(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> Angles:
+    """The angles of positions 0 to length - 1: the same for every prompt of a length, and kept for the next one."""
+    with torch.inference_mode(False):  # what is kept must serve autograd too
+        return rotary_angles(rotary, torch.arange(length, device=device)[None], dtype)
+
+
+def turn(
+    heads: Float[Tensor, "batch heads seq dim"], angles: Angles, dims: int
+) -> Float[Tensor, "batch heads seq dim"]:
+    """Rotates the first `dims` dimensions of every head, dimension i paired with i + dims / 2; the rest pass."""
+    cos, signed_sin = angles
+    if dims == heads.shape[-1]:
+        return heads * cos + heads.roll(dims // 2, -1) * signed_sin
+    rotated = heads[..., :dims]
+    rotated = rotated * cos + rotated.roll(dims // 2, -1) * signed_sin
+    return torch.cat((rotated, heads[..., dims:]), dim=-1)
+
+
+def causal(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "query key"]:
+    """True where a query sees a key: not after itself, and of the last `window` keys only. The last query is at the
+    last key, so with a cached prefix there are more keys than queries."""
+    key = torch.arange(keys, device=device)
+    query = torch.arange(keys - queries, keys, device=device)[:, None]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def visible(
+    padding: Bool[Tensor, "batch key"] | None, queries: int, keys: int, window: int | None, device: torch.device
+) -> Bool[Tensor, "rows 1 query key"] | None:
+    """What each query sees; None where that is all keys up to its own, which needs no mask to say.
+
+    `padding` is False on padding.
+    """
+    if padding is None and queries in (1, keys) and (window is None or keys < window):
+        return None
+    seen = causal(queries, keys, window, device)[None, None]
+    return seen if padding is None else seen & padding[:, None, None, :]
+
+
+def expand_kv(heads: Float[Tensor, "batch kv_heads key dim"], groups: int) -> Float[Tensor, "batch heads key dim"]:
+    """Each key or value head once for every query head of its group."""
+    return repeat(heads, "batch kv_heads key dim -> batch (kv_heads groups) key dim", groups=groups)

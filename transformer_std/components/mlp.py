@@ -1,0 +1,153 @@
+"""MLPs: plain, gated, and gated with gate and up in one matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from transformer_std import config
+from transformer_std.components.norms import build_norm
+from transformer_std.hook_points import HookPoint, Host
+from transformer_std.layouts import Neurons, Residual
+from transformer_std.modules import Linear
+
+SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+
+
+def gelu_new(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """GPT-2's approximation by a tanh, in the order of its release: `F.gelu(approximate="tanh")` rounds differently."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return 0.5 * x * (1.0 + torch.tanh(SQRT_2_OVER_PI * (x + 0.044715 * torch.pow(x, 3.0))))
+    inner = torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(SQRT_2_OVER_PI)  # the same, in one tensor's memory
+    return (0.5 * x).mul_(inner.tanh_().add_(1.0))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": gelu_new,
+    "gelu_fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+class Mlp(Host):
+    """An MLP that reads the stream; the subclasses say what its neurons are."""
+
+    host = "mlp"
+    lacks = "a dense MLP: it has no router and no experts"
+
+    mlp_preactivation = HookPoint(Neurons, "The activation function's input")
+    mlp_up = HookPoint(Neurons, "The up half of a gated MLP")
+    mlp_activation = HookPoint(Neurons, "The activation function's output")
+    mlp_neurons = HookPoint(Neurons, "What the down projection receives")
+    mlp_unnormed_output = HookPoint(Residual, "The down projection's output, entering the post-norm")
+    mlp_output = HookPoint(Residual, "What the MLP adds to the residual stream")
+
+    def __init__(self, cfg: config.Mlp, hidden_size: int, post_norm: config.Norm | None = None):
+        super().__init__()
+        self.cfg = cfg
+        self.activation = ACTIVATIONS[cfg.activation]
+        self.down = Linear(cfg.intermediate_size, hidden_size, bias=cfg.bias)
+        self.post_norm = build_norm(post_norm, hidden_size) if post_norm else None
+        if not post_norm:
+            self.without("no norm follows this MLP: read mlp_output", "mlp_unnormed_output")
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.cfg.intermediate_size
+
+    def neurons(self, x: Residual) -> Neurons:
+        raise NotImplementedError
+
+    def forward(self, x: Residual) -> Residual:
+        out = self.down(self.mlp_neurons(self.neurons(x)))
+        if self.post_norm is not None:
+            out = self.post_norm(self.mlp_unnormed_output(out))
+        return self.mlp_output(out)
+
+    def gated(self, gate: Neurons, up: Neurons) -> Neurons:
+        return self.mlp_activation(self.activation(self.mlp_preactivation(gate))) * self.mlp_up(up)
+
+    @property
+    def W_out(self) -> Float[Tensor, "intermediate_size hidden_size"]:
+        return rearrange(self.down.weight, "hidden neuron -> neuron hidden")
+
+    @property
+    def b_out(self) -> Float[Tensor, " hidden_size"]:
+        return self.down.weight.new_zeros(self.down.out_features) if self.down.bias is None else self.down.bias
+
+
+class PlainMlp(Mlp):
+    """down(act(up(x)))"""
+
+    def __init__(self, cfg: config.Mlp, hidden_size: int, post_norm: config.Norm | None = None):
+        super().__init__(cfg, hidden_size, post_norm)
+        self.up = Linear(hidden_size, cfg.intermediate_size, bias=cfg.bias)
+        self.without("this MLP is not gated: it has one half, read mlp_preactivation", "mlp_up")
+
+    def neurons(self, x: Residual) -> Neurons:
+        return self.mlp_activation(self.activation(self.mlp_preactivation(self.up(x))))
+
+    @property
+    def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
+        return rearrange(self.up.weight, "neuron hidden -> hidden neuron")
+
+    @property
+    def b_in(self) -> Float[Tensor, " intermediate_size"]:
+        return self.up.weight.new_zeros(self.up.out_features) if self.up.bias is None else self.up.bias
+
+
+class GatedMlp(Mlp):
+    """down(act(gate(x)) * up(x))"""
+
+    def __init__(self, cfg: config.Mlp, hidden_size: int, post_norm: config.Norm | None = None):
+        super().__init__(cfg, hidden_size, post_norm)
+        self.gate = Linear(hidden_size, cfg.intermediate_size, bias=cfg.bias)
+        self.up = Linear(hidden_size, cfg.intermediate_size, bias=cfg.bias)
+
+    def neurons(self, x: Residual) -> Neurons:
+        return self.gated(self.gate(x), self.up(x))
+
+    @property
+    def W_gate(self) -> Float[Tensor, "hidden_size intermediate_size"]:
+        return rearrange(self.gate.weight, "neuron hidden -> hidden neuron")
+
+    @property
+    def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
+        return rearrange(self.up.weight, "neuron hidden -> hidden neuron")
+
+
+class FusedMlp(Mlp):
+    """A gated MLP with one matrix for both halves: the gate's rows first, then the up's."""
+
+    def __init__(self, cfg: config.Mlp, hidden_size: int, post_norm: config.Norm | None = None):
+        super().__init__(cfg, hidden_size, post_norm)
+        self.gate_up = Linear(hidden_size, 2 * cfg.intermediate_size, bias=cfg.bias)
+
+    def neurons(self, x: Residual) -> Neurons:
+        both, size = self.gate_up(x), self.cfg.intermediate_size
+        return self.gated(both[..., :size], both[..., size:])
+
+    @property
+    def W_gate(self) -> Float[Tensor, "hidden_size intermediate_size"]:
+        return rearrange(self.gate_up.weight[: self.cfg.intermediate_size], "neuron hidden -> hidden neuron")
+
+    @property
+    def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
+        return rearrange(self.gate_up.weight[self.cfg.intermediate_size :], "neuron hidden -> hidden neuron")
+
+
+MLPS: dict[str, type[Mlp]] = {"plain": PlainMlp, "gated": GatedMlp, "fused": FusedMlp}

@@ -1,0 +1,39 @@
+"""Norms over the last axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from transformer_std.config import Norm
+from transformer_std.modules import Direct, LayerNorm
+
+
+class RMSNorm(Direct):
+    """x / rms(x) * weight in float32 (https://arxiv.org/abs/1910.07467), cast back before or after the weight."""
+
+    def __init__(self, size: int, eps: float, cast_before_weight: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.cast_before_weight = eps, cast_before_weight
+
+    def forward(self, x: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
+        weight = self.weight
+        if torch.is_grad_enabled():  # the fused kernel has these very bits forward, but others backward
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return weight * normed.to(x.dtype) if self.cast_before_weight else (weight * normed).to(x.dtype)
+        if self.cast_before_weight and x.dtype != torch.float32:
+            return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def build_norm(norm: Norm, size: int) -> RMSNorm | LayerNorm:
+    if norm.kind == "layer":
+        return LayerNorm(size, eps=norm.eps)
+    return RMSNorm(size, norm.eps, cast_before_weight=norm.cast == "before_weight")

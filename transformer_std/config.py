@@ -1,0 +1,134 @@
+"""What to build: frozen dataclasses, one entry a block. No torch here, so a config can be read in a moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Norm:
+    """`kind` "rms" (no mean, no bias) or "layer". `cast` says where an RMS norm returns to the stream's dtype:
+    before its weight is multiplied in, or after."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    cast: Literal["before_weight", "after_weight"] = "before_weight"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of the first `dims` dimensions of a head (https://arxiv.org/abs/2104.09864).
+
+    `short_factors` and `long_factors` (longrope, https://arxiv.org/abs/2402.13753) divide the frequencies, one factor
+    a pair of dimensions; the long ones and `long_scale` serve every position of a pass that reaches past
+    `original_length` positions. The scales multiply cos and sin.
+    """
+
+    dims: int
+    theta: float
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    original_length: int | None = None
+    short_scale: float = 1.0
+    long_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`fused`: one matrix for queries, keys and values. `window`: how many keys a query sees, itself included."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary | None = None
+    window: int | None = None
+    fused: bool = False
+    bias: bool = False
+    output_bias: bool = False
+    qk_norm: Norm | None = None
+    output_gate: bool = False
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """`kind`: "plain" down(act(up(x))), "gated" down(act(gate(x)) * up(x)), or "fused" (gated, gate and up in one)."""
+
+    intermediate_size: int
+    activation: str
+    kind: Literal["plain", "gated", "fused"]
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block. `post_norm`, where set, closes each sublayer before its output is added (a sandwich block)."""
+
+    kind: Literal["sequential", "parallel"]
+    norm: Norm
+    attention: Attention
+    mlp: Mlp
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which release a model came from: the converter's name and the release's own config, so it can be written back."""
+
+    family: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder-only transformer. `max_length` is the context in tokens; nothing that is built grows with it."""
+
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    embedding_multiplier: float | None = None
+    tied_head: bool = False
+    head_bias: bool = False
+    dtype: str | None = None
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TransformerConfig:
+        """The inverse of `to_dict`. Raises `TypeError` on a key that no field has."""
+        return _build(cls, values)
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """`value` from JSON as the annotated type `kind`: dataclasses are told apart by their fields."""
+    if value is None:
+        return None
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        options = [option for option in typing.get_args(kind) if option is not type(None)]
+        return _build(next((option for option in options if _fits(option, value)), options[0]), value)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_build(typing.get_args(kind)[0], item) for item in value)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _build(hints.get(name), item) for name, item in value.items()})  # type: ignore[operator]
+    return value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(kind)
+        and isinstance(value, dict)
+        and ({each.name for each in dataclasses.fields(kind)} == set(value))
+    )

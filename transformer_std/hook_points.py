@@ -1,0 +1,225 @@
+"""Hook points: where a standard value is computed, read and written.
+
+A value is declared once, as a class attribute of the module that computes it:
+
+    class Attention(Host):
+        attention_scores = HookPoint(Pattern, "The attention scores entering the softmax, scaled and masked")
+
+and passed through it in the forward: `scores = self.attention_scores(scores)`. Its path in the tree is its name. With
+nothing attached the call hands its argument back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from transformer_std.layouts import describe, is_integer
+from transformer_std.modules import Direct
+
+Kind = Literal["forward", "backward", "read"]
+
+
+class Unavailable(KeyError):
+    """A standard value that this block does not have; the message says why."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Handle:
+    """One function attached to hook points. `remove()` detaches it; so does leaving `with handle:`."""
+
+    def __init__(self, kind: Kind, fn: Callable[..., Any], permanent: bool = False):
+        self.kind, self.fn, self.permanent = kind, fn, permanent
+        self.active = True
+        self._points: list[HookPoint] = []
+
+    def attach(self, point: HookPoint) -> None:
+        point.check_takes(self)
+        point._handles = (*point._handles, self)
+        self._points.append(point)
+
+    def detach(self) -> None:
+        """Off the model; a graph that was built while it was attached still calls it in its backward."""
+        for point in self._points:
+            point._handles = tuple(handle for handle in point._handles if handle is not self)
+            if not point._handles:
+                point.ctx.clear()
+        self._points = []
+
+    def remove(self) -> None:
+        self.detach()
+        self.active = False
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        where = ", ".join(point.name for point in self._points) or "removed"
+        return f"<{self.kind} hook {getattr(self.fn, '__name__', self.fn)!s} at {where}>"
+
+
+class HookPoint:
+    """A standard value's place in the forward.
+
+    Attributes:
+        name: the full name in the tree, `layers.3.self_attn.attention_queries`.
+        value: the name without the host, `attention_queries`.
+        layer: the block's index, None on the root.
+        layout: jaxtyping alias of the value's shape and kind.
+        description: what the value is.
+        step: 0 on a prompt pass, then the number of the decode step.
+        ctx: a dict for hooks to keep things in as long as any hook is attached here.
+    """
+
+    __slots__ = ("__weakref__", "_handles", "ctx", "description", "layer", "layout", "name", "step", "value", "write")
+
+    def __init__(self, layout: Any, description: str, write: str | None = None):
+        self.layout, self.description = layout, description
+        self.write = write  # on a read-only value, the one to write instead
+        self.name = self.value = ""
+        self.layer: int | None = None
+        self.step = 0
+        self.ctx: dict[Any, Any] = {}
+        self._handles: tuple[Handle, ...] = ()
+
+    def __call__(self, value: Any) -> Any:
+        return self._pass(value) if self._handles else value
+
+    @property
+    def watched(self) -> bool:
+        return bool(self._handles)
+
+    @property
+    def watches_gradient(self) -> bool:
+        return any(handle.kind == "backward" for handle in self._handles)
+
+    def fresh(self) -> HookPoint:
+        return HookPoint(self.layout, self.description, self.write)
+
+    def check_takes(self, handle: Handle) -> None:
+        if handle.kind == "backward" and is_integer(self.layout):
+            raise ValueError(f"{self.name} holds integers: it has no gradient, and a backward hook could never fire")
+
+    def _pass(self, value: Any) -> Any:
+        mine = False
+        for handle in self._handles:
+            if handle.kind == "forward":
+                # A hook may edit in place, and the same tensor can be another value's or be held by a cache.
+                if not mine and isinstance(value, Tensor):
+                    value, mine = _laid_out_as(value, value), True
+                value = self._edited(value, handle.fn)
+            elif handle.kind == "read":
+                handle.fn(value, self)
+                mine = False
+        for handle in self._handles:
+            if handle.kind == "backward":
+                self._watch_gradient(value, handle)
+        return value
+
+    def _edited(self, value: Any, fn: Callable[[Any, HookPoint], Any]) -> Any:
+        before = value.clone() if self.write and isinstance(value, Tensor) else None
+        new = fn(value, self)
+        if self.write and (new is not None or (before is not None and not _same(value, before))):
+            raise ValueError(f"{self.name} is derived and read-only: write {self.write} instead")
+        if new is None or new is value:
+            return value
+        if not isinstance(new, Tensor):
+            raise TypeError(
+                f"a hook on {self.name} returned {type(new).__name__}; return a tensor {self._shaped(value)}, "
+                "or None to leave the value"
+            )
+        if (new.shape, new.dtype, new.device) != (value.shape, value.dtype, value.device):
+            raise ValueError(
+                f"a hook on {self.name} returned {self._shaped(new)}; the value is {self._shaped(value)}: "
+                f"{describe(self.layout)}"
+            )
+        return new if new.stride() == value.stride() else _laid_out_as(new, value)
+
+    def _watch_gradient(self, value: Tensor, handle: Handle) -> None:
+        if not value.requires_grad:
+            if torch.is_grad_enabled():
+                return  # nothing before this value needs a gradient, so none is computed
+            raise RuntimeError(f"a backward hook on {self.name} needs autograd, and gradients are switched off here")
+        value.register_hook(lambda grad: self._edited(grad, handle.fn) if handle.active else None)
+
+    @staticmethod
+    def _shaped(value: Tensor) -> str:
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+
+    def __repr__(self) -> str:
+        hooks = f", {len(self._handles)} hooks" if self._handles else ""
+        return f"HookPoint({self.name or '?'}: {describe(self.layout)}{hooks})"
+
+
+def _laid_out_as(new: Tensor, value: Tensor) -> Tensor:
+    """A copy of `new` with the strides of `value`: kernels round differently on other strides."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=new.dtype, device=new.device).copy_(new)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+class Host(Direct):
+    """A module with standard values. `HookPoint`s of its class become its own; a value of its kind of host that the
+    instance lacks is an `Unavailable` in the same place, or falls under `lacks`.
+
+    `host` names the kind of host; all classes of one kind share a vocabulary.
+    """
+
+    host: str = ""
+    lacks: str = "this block does not compute it"
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in own_values(type(self)):
+            self.__dict__[name] = getattr(type(self), name).fresh()
+
+    def without(self, reason: str, *names: str) -> None:
+        """Says that this instance does not have the values `names`, and why."""
+        for name in names:
+            self.__dict__[name] = Unavailable(reason)
+
+    def hook_points(self) -> dict[str, HookPoint]:
+        return {name: self.__dict__[name] for name in own_values(type(self)) if self.has(name)}
+
+    def has(self, name: str) -> bool:
+        return isinstance(self.__dict__.get(name), HookPoint)
+
+    def absent(self) -> dict[str, str]:
+        """Each value of this kind of host that the instance does not have, with the reason."""
+        return {
+            name: missing.reason if isinstance(missing := self.__dict__.get(name), Unavailable) else self.lacks
+            for name in vocabulary(self.host)
+            if not self.has(name)
+        }
+
+
+def own_values(cls: type) -> list[str]:
+    """The values that a class declares, those of its bases first."""
+    declared = [vars(base) for base in reversed(cls.__mro__)]
+    return [name for names in declared for name, item in names.items() if isinstance(item, HookPoint)]
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def vocabulary(host: str) -> dict[str, HookPoint]:
+    """Every value that any class of this kind of host declares, in order of declaration."""
+    classes = [cls for cls in _subclasses(Host) if cls.host == host]  # type: ignore[attr-defined]
+    return {name: getattr(cls, name) for cls in classes for name in own_values(cls)}

@@ -1,0 +1,495 @@
+"""The hooked model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from transformer_std.activation_cache import GRAD, ActivationCache
+from transformer_std.components.blocks import BLOCKS
+from transformer_std.components.functions import prompt_angles, rotary_angles, visible
+from transformer_std.components.norms import build_norm
+from transformer_std.config import TransformerConfig
+from transformer_std.hook_points import Handle, HookPoint, Host, Kind
+from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens, is_integer
+from transformer_std.modules import Embedding, Linear
+from transformer_std.names import Names, NamesFilter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Text, a list of texts, token ids [batch seq], or with `start_at_layer` the stream [batch seq hidden_size].
+Input = Any
+HookFn = Callable[[Any, HookPoint], Any]
+Pairs = Iterable[tuple[Any, HookFn]]
+
+
+class HookedTransformer(Host):
+    """A decoder-only transformer whose every standard value is read and written by name.
+
+    `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
+    in eval mode.
+    """
+
+    host = "model"
+
+    input_ids = HookPoint(Tokens, "The token ids the model was called with")
+    attention_mask = HookPoint(Tokens, "The attention mask of the call; zeros are padding")
+    input_size = HookPoint(Size, "(batch, seq) of the call; read-only", write="input_ids")
+    token_embeddings = HookPoint(Residual, "The embedding's output, before any multiplier")
+    final_norm_output = HookPoint(Residual, "The residual stream after the final norm, what the head reads")
+    lm_head_output = HookPoint(Logits, "The head's output")
+    logits = HookPoint(Logits, "The logits the model returns")
+    next_token_probs = HookPoint(
+        NextTokenProbs, "The next-token distribution at the last position; derived, read-only", write="logits"
+    )
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        attn_implementation: str = "sdpa",
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    ):
+        super().__init__()
+        if attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(f"attn_implementation is {attn_implementation!r}; give 'sdpa' or 'eager'")
+        self.config, self.attn_implementation, self._tokenizer = config, attn_implementation, tokenizer
+        eager = attn_implementation == "eager"
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(BLOCKS[each.kind](each, config.hidden_size, eager) for each in config.layers)
+        self.norm = build_norm(config.norm, config.hidden_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        if config.tied_head:
+            self.lm_head.weight = self.embed_tokens.weight
+        # What blocks share in a pass is computed once: angles by rotary, masks by window.
+        self._rotaries = list(dict.fromkeys(each.attention.rotary for each in config.layers))
+        self._windows = list(dict.fromkeys(each.attention.window for each in config.layers))
+        self._kinds = [
+            (self._rotaries.index(each.attention.rotary), self._windows.index(each.attention.window))
+            for each in config.layers
+        ]
+        self.names = Names(self)
+        self.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        revision: str | None = None,
+        attn_implementation: str = "sdpa",
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    ) -> HookedTransformer:
+        """Loads a checkpoint.
+
+        Args:
+            source: a folder (a Hugging Face checkpoint's or one that `save_pretrained` wrote), a Hub id, or a live
+                transformers model, whose tensors are then shared.
+            dtype: None keeps the config's, or else the tensors' own.
+            device: None keeps the weights memory-mapped on the CPU.
+            revision: branch, tag or commit of a Hub id.
+            attn_implementation: "sdpa", or "eager" for the open path everywhere, as transformers' eager attention.
+            tokenizer: one to use in place of the checkpoint's own, or where to find it.
+
+        Raises:
+            converters.CheckpointError: a file or tensor that is missing, left over, or not what the family has.
+            converters.ConfigError: a config that no converter understands.
+        """
+        import converters
+
+        return converters.load(
+            source,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            attn_implementation=attn_implementation,
+            tokenizer=tokenizer,
+        )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes config and weights in our own format, and the tokenizer where it is loaded; `from_pretrained` reads
+        it back, without transformers."""
+        import json
+
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.tied_head:
+            del tensors["lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = dataclasses.replace(self.config, dtype=str(self.embed_tokens.weight.dtype).removeprefix("torch."))
+        (folder / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        if self._tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))
+
+    # -- the forward ---------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input: Input,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        return_type: str | None = "logits",
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+    ) -> Any:
+        """Runs the model.
+
+        Args:
+            input: text, a list of texts (left-padded together), token ids [batch seq], or with `start_at_layer` the
+                stream [batch seq hidden_size] entering that block.
+            attention_mask: [batch seq], zeros for padding. A mask given wins over the tokenizer's.
+            position_ids: [batch seq]. Without them positions count real tokens from 0.
+            return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
+                nats; "both" as a pair; or None.
+            start_at_layer: the first block to run.
+            stop_at_layer: the first block not to run; the answer is the stream [batch seq hidden_size] that would
+                enter it. Negative numbers count from the last block.
+        """
+        if return_type not in ("logits", "loss", "both", None):
+            raise ValueError(f"return_type is {return_type!r}; give 'logits', 'loss', 'both' or None")
+        first, last = self._span(start_at_layer, stop_at_layer)
+        tokens = None
+        if start_at_layer is None:
+            tokens, attention_mask = self._read_input(input, attention_mask)
+            stream = self._embed(tokens)
+        else:
+            stream = self._check_stream(input)
+            attention_mask = self._check_mask(attention_mask, stream.shape[:2])
+        if self.attention_mask.watched:
+            shape, device = stream.shape[:2], stream.device
+            given = torch.ones(shape, dtype=torch.long, device=device) if attention_mask is None else attention_mask
+            attention_mask = self.attention_mask(given)
+        stream = self._run_blocks(stream, attention_mask, position_ids, first, last)
+        if stop_at_layer is not None:
+            return stream
+        logits = self._read_out(stream)
+        if return_type == "logits":
+            return logits
+        if return_type is None:
+            return None
+        if tokens is None:
+            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
+        loss = next_token_loss(logits, tokens, attention_mask)
+        return loss if return_type == "loss" else (logits, loss)
+
+    def _read_input(self, input: Input, attention_mask: Tensor | None) -> tuple[Tokens, Tensor | None]:
+        if not isinstance(input, Tensor):
+            tokens, own_mask = self._encode(input)
+            attention_mask = own_mask if attention_mask is None else attention_mask
+        else:
+            tokens = input
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"the input is {list(tokens.shape)} {tokens.dtype}: give text, a list of texts, or token ids "
+                "[batch seq]; a stream [batch seq hidden_size] goes with start_at_layer"
+            )
+        if tokens.shape[1] == 0:
+            raise ValueError("the input has no tokens")
+        tokens = self.input_ids(tokens.to(self.embed_tokens.weight.device))
+        self.input_size((tokens.shape[0], tokens.shape[1]))
+        return tokens, self._check_mask(attention_mask, tokens.shape)
+
+    def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
+        if mask is not None and tuple(mask.shape) != tuple(size):
+            raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
+        return None if mask is None else mask.to(self.embed_tokens.weight.device)
+
+    def _check_positions(self, positions: Tensor, stream: Residual) -> Int[Tensor, "batch seq"]:
+        if positions.ndim != 2 or positions.shape[0] not in (1, len(stream)) or positions.shape[1] != stream.shape[1]:
+            raise ValueError(
+                f"position_ids are {list(positions.shape)}; the input is {list(stream.shape[:2])} [batch seq]"
+            )
+        return positions.to(stream.device).expand(stream.shape[:2])
+
+    def _check_stream(self, input: Any) -> Residual:
+        if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != self.hidden_size:
+            got = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
+            raise ValueError(f"with start_at_layer the input is the stream [batch seq {self.hidden_size}], not {got}")
+        return input
+
+    def _span(self, start: int | None, stop: int | None) -> tuple[int, int]:
+        def bound(name: str, layer: int | None, default: int) -> int:
+            at = default if layer is None else layer + self.num_layers if layer < 0 else layer
+            if not 0 <= at <= self.num_layers:
+                raise ValueError(f"{name} is {layer}; the model has {self.num_layers} layers")
+            return at
+
+        first, last = bound("start_at_layer", start, 0), bound("stop_at_layer", stop, self.num_layers)
+        if first > last:
+            raise ValueError(f"start_at_layer {start} is past stop_at_layer {stop}")
+        return first, last
+
+    def _embed(self, tokens: Tokens) -> Residual:
+        try:
+            stream = self.token_embeddings(self.embed_tokens(tokens))
+        except IndexError:
+            low, high = int(tokens.min()), int(tokens.max())
+            raise ValueError(f"token ids run from {low} to {high}; the vocabulary has {self.vocab_size}") from None
+        multiplier = self.config.embedding_multiplier
+        return stream if multiplier is None else stream * multiplier
+
+    def _run_blocks(
+        self, stream: Residual, mask: Tensor | None, position_ids: Tensor | None, first: int, last: int
+    ) -> Residual:
+        seq, dtype, device = stream.shape[1], stream.dtype, stream.device
+        padding = None if mask is None or bool(mask.all()) else mask.bool()
+        if position_ids is None and padding is None:
+            angles = [rotary and prompt_angles(rotary, seq, dtype, device) for rotary in self._rotaries]
+        else:
+            positions = (padding.cumsum(-1) - 1).clamp(min=0) if position_ids is None else position_ids
+            positions = self._check_positions(positions, stream)
+            angles = [rotary and rotary_angles(rotary, positions, dtype) for rotary in self._rotaries]
+        masks = [visible(padding, seq, seq, window, device) for window in self._windows]
+        for block, (rotary, window) in zip(self.layers[first:last], self._kinds[first:last], strict=True):
+            stream = block(stream, angles[rotary], masks[window])
+        return stream
+
+    def _read_out(self, stream: Residual) -> Logits:
+        logits = self.logits(self.lm_head_output(self.lm_head(self.final_norm_output(self.norm(stream)))))
+        if self.next_token_probs.watched:
+            self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
+        return logits
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, kind: Kind = "forward") -> Handle:
+        """Attaches `fn(value, hook)` to every hook point that `name` means.
+
+        `fn` returns the new value, or None to leave it (or after editing it in place). A permanent hook survives
+        `reset_hooks`. `kind="backward"` gives `fn(gradient, hook)` in the backward instead.
+
+        Returns:
+            A handle; `handle.remove()` detaches the hook.
+        """
+        points = self.names.resolve(name)
+        handle = Handle(kind, fn, permanent)
+        for point in points:
+            point.check_takes(handle)
+        for point in points:
+            handle.attach(point)
+        return handle
+
+    def reset_hooks(self, *, including_permanent: bool = False) -> None:
+        """Detaches every hook that is not permanent."""
+        for handle in {handle for point in self.names.points.values() for handle in point._handles}:
+            if including_permanent or not handle.permanent:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def hooks(self, fwd_hooks: Pairs = (), bwd_hooks: Pairs = ()) -> Iterator[HookedTransformer]:
+        """Hooks for the length of a `with`; both arguments are lists of `(names_filter, fn)`."""
+        with self._attached(fwd_hooks, bwd_hooks) as handles:
+            try:
+                yield self
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    @contextlib.contextmanager
+    def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[list[Handle]]:
+        handles: list[Handle] = []
+        try:
+            for name, fn in fwd_hooks:
+                handles.append(self.add_hook(name, fn))
+            for name, fn in bwd_hooks:
+                handles.append(self.add_hook(name, fn, kind="backward"))
+            yield handles
+        finally:
+            for handle in handles:
+                handle.detach()
+
+    def run_with_hooks(self, input: Input, *, fwd_hooks: Pairs = (), bwd_hooks: Pairs = (), **forward: Any) -> Any:
+        """One forward with hooks, which are gone from the model afterwards.
+
+        Backward hooks stay with this run's graph and fire when `backward()` is called on its output.
+        """
+        with self._attached(fwd_hooks, bwd_hooks):
+            return self(input, **forward)
+
+    def run_with_cache(
+        self,
+        input: Input,
+        *,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        keep_graph: bool = False,
+        **forward: Any,
+    ) -> tuple[Any, ActivationCache]:
+        """One forward that keeps the values `names_filter` means.
+
+        Args:
+            names_filter: a full name, a value name (every layer that has it), a `(value, layer)` pair, a glob, a list
+                of these, or a function of the full name; None for all.
+            incl_bwd: keep gradients too, as `name_grad`. With `return_type="loss"` the backward is run here; else the
+                entries appear when `backward()` is called on something made of the output.
+            device: where the cached tensors go; the model stays.
+            remove_batch_dim: for a batch of one, values without the batch axis.
+            keep_graph: cached tensors stay in the autograd graph; else they are detached.
+
+        Returns:
+            What `forward` returns, and the cache. Watching `attention_scores` or `attention_probabilities` makes that
+            block compute its attention openly, which rounds differently from sdpa; load with
+            `attn_implementation="eager"` where the two must match.
+        """
+        points = self.names.resolve(names_filter)
+        cache = ActivationCache({}, self.names)
+        values, weak = cache._values, weakref.ref(cache)
+        placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
+
+        def keep(value: Any, hook: HookPoint) -> None:
+            values[hook.name] = placed(value if keep_graph or not isinstance(value, Tensor) else value.detach())
+
+        def keep_gradient(grad: Tensor, hook: HookPoint) -> None:
+            if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
+                alive._values[hook.name + GRAD] = placed(grad)
+
+        reader, gradients = Handle("read", keep), Handle("backward", keep_gradient)
+        try:
+            for point in points:
+                reader.attach(point)
+                if incl_bwd and not is_integer(point.layout):
+                    gradients.attach(point)
+            output = self(input, **forward)
+        finally:
+            reader.detach()
+            gradients.detach()
+        if incl_bwd and isinstance(output, Tensor) and output.ndim == 0:
+            output.backward()
+        return output, cache
+
+    def support(self, layer: int | None = None) -> dict[str, Any]:
+        """Which values there are: name -> None, or {layer: why it has none}. With `layer`, name -> None or why not.
+        Nothing runs."""
+        return self.names.support(layer)
+
+    # -- reading out ---------------------------------------------------------------------------------------------
+
+    def project_on_vocab(self, hidden: Float[Tensor, "*axes hidden_size"]) -> Float[Tensor, "*axes vocab_size"]:
+        """The logits of a residual stream: final norm, then head, biases included. On the last block's `layer_output`
+        these are the model's logits."""
+        return self.lm_head(self.norm(hidden))
+
+    # -- text ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer, loaded when first used."""
+        if self._tokenizer is None:
+            raise ValueError("this model has no tokenizer: pass token ids, or load it with tokenizer=...")
+        if isinstance(self._tokenizer, (str, Path)):
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer), trust_remote_code=False)
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | str | Path | None) -> None:
+        self._tokenizer = tokenizer
+
+    def to_tokens(self, texts: str | Sequence[str]) -> Tokens:
+        """Token ids of text as the forward would take it, [batch seq]; several texts are padded on the left."""
+        return self._encode(texts)[0]
+
+    def _encode(self, texts: Any) -> tuple[Tokens, Int[Tensor, "batch seq"] | None]:
+        """Token ids of texts, padded on the left, with the mask that says so. Nothing is prepended that the tokenizer
+        does not prepend."""
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        if not batch or not all(isinstance(text, str) for text in batch):
+            raise TypeError(
+                f"the input is {type(texts).__name__}: give text, a list of texts, or token ids [batch seq]"
+            )
+        rows = self.tokenizer(batch)["input_ids"]
+        if not all(rows):
+            raise ValueError("a text has no tokens")
+        longest = max(map(len, rows))
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        pad = 0 if pad is None else pad  # never seen: the mask covers it
+        tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = (torch.arange(longest) >= (longest - lengths)[:, None]).long()
+        return tokens, None if bool(mask.all()) else mask
+
+    # -- sizes and weights ---------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.layers[0].attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.layers[0].attention.head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.config.layers[0].attention.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.config.layers[0].mlp.intermediate_size
+
+    @property
+    def W_E(self) -> Float[Tensor, "vocab_size hidden_size"]:
+        return self.embed_tokens.weight
+
+    @property
+    def W_U(self) -> Float[Tensor, "hidden_size vocab_size"]:
+        return self.lm_head.weight.T
+
+    @property
+    def b_U(self) -> Float[Tensor, " vocab_size"]:
+        bias = self.lm_head.bias
+        return self.lm_head.weight.new_zeros(self.vocab_size) if bias is None else bias
+
+
+def _placed(value: Any, device: torch.device | str | None, remove_batch_dim: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if remove_batch_dim and value.shape[0] != 1:
+        raise ValueError(f"remove_batch_dim is for a batch of one; this one has {value.shape[0]} rows")
+    value = value if device is None else value.to(device)
+    return value[0] if remove_batch_dim else value
+
+
+def next_token_loss(logits: Logits, tokens: Tokens, mask: Tensor | None) -> Float[Tensor, ""]:
+    """Mean cross-entropy, in nats and float32, of each real token given the real tokens before it."""
+    losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
+    if mask is None:
+        return losses.mean()
+    real = mask[:, :-1].bool() & mask[:, 1:].bool()
+    return losses[real].mean()

@@ -1,0 +1,53 @@
+"""Modules whose call is no more than their forward. A small model's products take less time than `nn.Module`'s call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as globals_of
+
+EVERYWHERE = (
+    globals_of._global_forward_hooks,
+    globals_of._global_forward_pre_hooks,
+    globals_of._global_backward_hooks,
+    globals_of._global_backward_pre_hooks,
+)
+
+
+class Direct(nn.Module):
+    """A module that is called straight through, unless anything of torch's is attached to it or its forward is
+    replaced, as accelerate does: then it is called as ever."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or "_compiled_call_impl" in own
+            or any(EVERYWHERE)
+        ):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+
+class Linear(Direct, nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        own = self._parameters
+        if "weight" in own:  # it is not where a parametrization computes it
+            return F.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
+        return F.linear(x, self.weight, self.bias)
+
+
+class LayerNorm(Direct, nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Embedding(Direct, nn.Embedding):
+    pass

@@ -1,0 +1,159 @@
+"""Names of values: what a user may ask for, and which hook points that means."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from transformer_std.hook_points import HookPoint, Host, Unavailable, vocabulary
+
+# A full name, a value name, a (value, layer) pair, a glob, a list of these, a function of the full name, or None.
+NamesFilter = Any
+
+
+class UnknownName(KeyError):
+    """A name that no module of this model has; the message has the closest ones."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Names:
+    """The tree of a model as an index.
+
+    Attributes:
+        points: full name -> hook point, in order of the tree.
+        absent: full name -> why this block does not have the value.
+        by_value: value -> {layer: hook point or reason}; layer is None on the root.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.points: dict[str, HookPoint] = {}
+        self.absent: dict[str, str] = {}
+        self.by_value: dict[str, dict[int | None, HookPoint | str]] = {}
+        self.num_layers = 0
+        for path, module in model.named_modules():
+            if isinstance(module, Host):
+                self._add(path, module)
+
+    def _add(self, path: str, host: Host) -> None:
+        parts = path.split(".") if path else []
+        layer = int(parts[1]) if parts else None
+        self.num_layers = max(self.num_layers, -1 if layer is None else layer + 1)
+        here: dict[str, HookPoint | str] = {**host.hook_points(), **host.absent()}
+        for name in vocabulary(host.host):
+            entry = here[name]
+            full, value = ".".join([*parts, name]), ".".join([*parts[3:], name])
+            self.by_value.setdefault(value, {})[layer] = entry
+            if isinstance(entry, HookPoint):
+                entry.name, entry.value, entry.layer = full, value, layer
+                self.points[full] = entry
+            else:
+                self.absent[full] = entry
+
+    def resolve(self, names_filter: NamesFilter) -> list[HookPoint]:
+        """The hook points that a `names_filter` means, in order of the tree.
+
+        Raises:
+            Unavailable: a value that exists, but not here.
+            UnknownName: a name that exists nowhere in this model.
+            TypeError: not a kind of filter.
+        """
+        if names_filter is None:
+            return list(self.points.values())
+        wanted = {id(point) for point in self._find(names_filter)}
+        return [point for point in self.points.values() if id(point) in wanted]
+
+    def _find(self, wanted: Any) -> Iterable[HookPoint]:
+        if isinstance(wanted, str):
+            return self._by_string(wanted)
+        if isinstance(wanted, HookPoint):
+            return self._by_string(wanted.name)
+        if isinstance(wanted, tuple) and len(wanted) == 2 and isinstance(wanted[0], str) and isinstance(wanted[1], int):
+            return [self.at(*wanted)]
+        if callable(wanted):
+            return [point for name, point in self.points.items() if wanted(name)]
+        if isinstance(wanted, Iterable):
+            return [point for each in wanted for point in self._find(each)]
+        raise TypeError(
+            f"names_filter is {wanted!r}; give a name, a value name, a (value, layer) pair, a glob, a list of these, "
+            "or a function of the name"
+        )
+
+    def _by_string(self, name: str) -> Iterable[HookPoint]:
+        if name in self.points:
+            return [self.points[name]]
+        if name in self.by_value:
+            return self._everywhere(name)
+        if any(each in name for each in "*?["):
+            return self._by_glob(name)
+        raise self.miss(name)
+
+    def _by_glob(self, pattern: str) -> list[HookPoint]:
+        found = [point for name, point in self.points.items() if fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            raise UnknownName(f"no value of this model matches {pattern!r}")
+        return found
+
+    def _everywhere(self, value: str) -> list[HookPoint]:
+        entries = self.by_value[value].values()
+        found = [entry for entry in entries if isinstance(entry, HookPoint)]
+        if not found:
+            raise Unavailable(f"{value} is unavailable on every layer: {next(iter(entries))}")
+        return found
+
+    def at(self, value: str, layer: int) -> HookPoint:
+        """The hook point of `value` in block `layer` (negative: from the last block)."""
+        if value not in self.by_value:
+            raise self.miss(value)
+        entries = self.by_value[value]
+        if None in entries:
+            raise UnknownName(f"{value} is a value of the model, not of a block: ask for {value!r} without a layer")
+        index = self._index(layer)
+        entry = entries[index]
+        if isinstance(entry, str):
+            raise Unavailable(f"{value} is unavailable on layer {index}: {entry}")
+        return entry
+
+    def full_name(self, name: str | tuple[str, int]) -> str:
+        """The one full name that `name` or `(value, layer)` means; for look-ups."""
+        if isinstance(name, tuple):
+            return self.at(*name).name
+        if name in self.points:
+            return name
+        if name in self.by_value and None not in self.by_value[name]:
+            raise UnknownName(f"{name} is a value of every block: ask for ({name!r}, layer)")
+        raise self.miss(name)
+
+    def support(self, layer: int | None = None) -> dict[str, Any]:
+        """Every value's name -> None where it is there, or {layer: why not}; of one `layer`, None or why not."""
+        if layer is None:
+            missing = {
+                value: {at: entry for at, entry in entries.items() if isinstance(entry, str)}
+                for value, entries in self.by_value.items()
+            }
+            return {value: reasons or None for value, reasons in missing.items()}
+        index = self._index(layer)
+        entries = {value: at[index] for value, at in self.by_value.items() if index in at}
+        return {value: entry if isinstance(entry, str) else None for value, entry in entries.items()}
+
+    def _index(self, layer: int) -> int:
+        if not -self.num_layers <= layer < self.num_layers:
+            raise UnknownName(f"layer {layer} is out of range: the model has layers 0 to {self.num_layers - 1}")
+        return layer % self.num_layers
+
+    def miss(self, name: str) -> KeyError:
+        """The error for a `name` without a hook point: `Unavailable` with its reason, or the closest names."""
+        if name in self.absent:
+            return Unavailable(f"{name} is unavailable: {self.absent[name]}")
+        close = difflib.get_close_matches(str(name), [*self.by_value, *self.points], n=3, cutoff=0.5)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; support() lists what there is"
+        return UnknownName(f"this model has no value {name!r}{hint}")
