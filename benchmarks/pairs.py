@@ -19,24 +19,37 @@ SIZES: dict[str, dict[str, Any]] = {
     "middle": {"layers": 8, "width": 512, "heads": 8, "tokens": (2, 256), "runs": 15},
 }
 VOCAB = 512
-EXTRA: dict[str, dict[str, Any]] = {}
+# The mixtures, by size: how many experts, how many a token, how wide.
+MIXTURES: dict[str, dict[str, tuple[int, int, int]]] = {
+    "phimoe": {"tiny": (8, 2, 64), "middle": (16, 2, 512)},
+    "qwen2_moe": {"tiny": (8, 4, 64), "middle": (16, 4, 512)},
+    "afmoe": {"tiny": (8, 4, 64), "middle": (128, 8, 256)},
+}
+KEYS = {
+    "phimoe": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "afmoe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+}
 
 
 def pair(family: str, size: str) -> tuple[HookedTransformer, Any]:
     """Ours and transformers' model of a family at a size, sharing their weights."""
     layers, width, heads = (SIZES[size][key] for key in ("layers", "width", "heads"))
+    extra = dict(zip(KEYS.get(family, ()), MIXTURES.get(family, {}).get(size, ()), strict=True))
+    extra |= {"qwen2_moe": {"shared_expert_intermediate_size": width}, "afmoe": {"head_dim": width // heads}}.get(
+        family, {}
+    )
     config = transformers.AutoConfig.for_model(
         family,
         vocab_size=VOCAB,
         hidden_size=width,
-        intermediate_size=4 * width,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         num_hidden_layers=layers,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **EXTRA.get(family, {}),
+        **({"intermediate_size": 4 * width} | extra),
     )
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     shake(theirs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.checkpoint import Checkpoint, CheckpointError, LiveTensors
+from converters.checkpoint import FLOATS, Checkpoint, CheckpointError, LiveTensors
 from converters.fill import fill
 from converters.hf_config import ConfigError, ConfigReader
 from converters.rules import Copy, Rule
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "ConfigError", "families", "family_of", "load", "read_config", "verify"]
 
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 OUR_CONFIG = "transformer_std.json"
 
 
@@ -68,7 +69,10 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
         return _convert_config(_read_json(path))
     folder = path if path.is_dir() else _download(str(source), revision, ["*.json"])
     if (folder / OUR_CONFIG).exists():
-        return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
+        try:
+            return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json")
     return _convert_config(_read_json(folder / "config.json"))
@@ -87,19 +91,28 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _convert_config(values: dict[str, Any]) -> TransformerConfig:
     family = family_of(values)
     reader = ConfigReader(values, values["model_type"])
-    config = family.config(reader)
+    try:
+        config = family.config(reader)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the config is not one of {values['model_type']}: {error}") from error
     reader.done()
     dtype = values.get("dtype") or values.get("torch_dtype")
     dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"config.dtype is {dtype!r}, which is no torch dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"config.dtype is {dtype!r}; weights are {', '.join(DTYPES)}")
     return dataclasses.replace(config, dtype=dtype, origin=Origin(values["model_type"], values))
 
 
 def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
-    return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except HFValidationError:
+        raise CheckpointError(f"{repo!r} is neither a folder here nor a Hub id (owner/name)") from None
 
 
 def load(
@@ -113,6 +126,10 @@ def load(
 ) -> HookedTransformer:
     """What `HookedTransformer.from_pretrained` does; its arguments are described there."""
     tensors: Checkpoint | LiveTensors
+    if dtype is not None and dtype not in DTYPES.values():
+        raise TypeError(f"dtype is {dtype!r}: give one of {', '.join(f'torch.{name}' for name in DTYPES)}")
+    if not isinstance(source, (str, Path)) and not hasattr(source, "config"):
+        raise TypeError(f"source is {type(source).__name__}: give a folder, a Hub id, or a live transformers model")
     if isinstance(source, nn.Module):
         config = _convert_config(source.config.to_dict())
         rules, tensors = family_of(config).WEIGHTS, LiveTensors(source.state_dict())

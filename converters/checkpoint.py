@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 # What a checkpoint's weights may be; safetensors' other types are integers or quantised.
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class CheckpointError(ValueError):
@@ -65,8 +65,9 @@ class Checkpoint:
     @staticmethod
     def _weight_map(index: Path) -> dict[str, str]:
         try:
-            return json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            found = json.loads(index.read_text())["weight_map"]
+            return {str(name): Path(file).name for name, file in found.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not an index of shards: {error!r}") from None
 
     def _check_index(self) -> None:
@@ -81,7 +82,7 @@ class Checkpoint:
         return self._files[self._where[name]].get_slice(name).get_shape()
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES.get(self._files[self._where[name]].get_slice(name).get_dtype(), torch.int64)
+        return FLOATS.get(self._files[self._where[name]].get_slice(name).get_dtype(), torch.int64)
 
     def tensor(self, name: str) -> Tensor:
         """Memory-mapped: its bytes are read when they are first touched."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 
 import converters
-from converters import CheckpointError, ConfigError
 from transformer_std import HookedTransformer
 from transformer_std.hook_points import HookPoint
 from transformer_std.layouts import axes, describe
@@ -26,7 +25,7 @@ class Errors(typer.core.TyperGroup):
     def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)
-        except (CheckpointError, ConfigError) as error:
+        except (ValueError, TypeError, OSError) as error:  # CheckpointError and ConfigError are ValueErrors
             console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(2) from None
 
@@ -36,8 +35,10 @@ app = typer.Typer(cls=Errors, no_args_is_help=True, add_completion=False, help="
 console = Console(width=None if sys.stdout.isatty() else 200)
 
 Source = Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id.")]
-Attention = Annotated[str, typer.Option(help="sdpa or eager, for both sides.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own without.")]
+Attention = Annotated[Literal["sdpa", "eager"], typer.Option(help="For both sides.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="For both sides; the checkpoint's own without.")
+]
 MARKS = {True: "[green]yes[/]", False: "[red]no[/]"}
 
 

@@ -39,6 +39,7 @@ def make_checkpoint(family: str, folder: Path, **settings: Any) -> None:
     config = AutoConfig.for_model(
         family, vocab_size=size + 3, **special, **converters.family_of({"model_type": family}).TINY, **settings
     )
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     shake(model)
     model.save_pretrained(folder)
@@ -77,7 +78,8 @@ def demonstrate() -> Iterator[Finding]:
             }
             model = HookedTransformer.from_pretrained(folder)
             _, cache = model.run_with_cache(PROMPT)
-            yield Finding(family, equal, len(cache), cache.num_bytes / 1e6, *ablate_head(model))
+            ablate = ablate_expert if model.support(-1)["router_logits"] is None else ablate_head
+            yield Finding(family, equal, len(cache), cache.num_bytes / 1e6, *ablate(model))
 
 
 def ablate_head(model: HookedTransformer, layer: int = 1, head: int = 2) -> tuple[str, str, bool]:
@@ -95,3 +97,24 @@ def ablate_head(model: HookedTransformer, layer: int = 1, head: int = 2) -> tupl
     moved = float((ablated_logits - logits).abs().max())
     outcome = f"stream up to block {layer} same, after it changed, logits by {moved:.3f}; clean again after"
     return f"ablate head {head} of block {layer}", outcome, before and after and gone
+
+
+def ablate_expert(model: HookedTransformer) -> tuple[str, str, bool]:
+    """Takes the most used expert of the last block out wherever it was chosen, and looks which tokens changed."""
+    layer = model.num_layers - 1
+    names = [("expert_indices", layer), ("mlp_output", layer)]
+    _, clean = model.run_with_cache(PROMPT, names_filter=names)
+    indices = clean["expert_indices", layer]
+    expert = int(indices.flatten().mode().values)
+
+    def ablate(weights: torch.Tensor, hook: Any) -> torch.Tensor:
+        return weights.masked_fill(indices == expert, 0)
+
+    with model.hooks(fwd_hooks=[(("expert_weights", layer), ablate)]):
+        _, ablated = model.run_with_cache(PROMPT, names_filter=names)
+    changed = (clean["mlp_output", layer] != ablated["mlp_output", layer]).any(-1)
+    routed = (indices == expert).any(-1)
+    outcome = (
+        f"{int(changed.sum())} of {changed.numel()} tokens changed: the {int(routed.sum())} routed to it, and no other"
+    )
+    return f"ablate expert {expert} of block {layer}", outcome, torch.equal(changed, routed)

@@ -47,7 +47,9 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
         dtype = tensors.dtype(next(iter(next(iter(plan.values())).values())))
     head = plan.pop(HEAD) if tied and HEAD in plan else None
     for name, parts in plan.items():
-        _assign(model, name, _gather(model.get_parameter(name), parts, tensors, dtype))
+        path, _, attribute = name.rpartition(".")
+        held = model.get_submodule(path).held_dtype(attribute, dtype)  # type: ignore[operator]
+        _assign(model, name, _gather(model.get_parameter(name), parts, tensors, held))
     if tied:
         _assign(model, HEAD, model.get_parameter(EMBEDDING))
     if head is not None:
@@ -105,7 +107,6 @@ def _missing(target: str, shape: list[int], parts: Parts, rules: list[Rule]) -> 
 
 
 def _gather(parameter: nn.Parameter, parts: Parts, tensors: Tensors, dtype: torch.dtype) -> nn.Parameter:
-    dtype = getattr(parameter, "keeps", {}).get(dtype, dtype)
     if len(parts) == 1:
         (name,) = parts.values()
         value = tensors.tensor(name).detach().to(dtype)

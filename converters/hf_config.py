@@ -68,7 +68,7 @@ class ConfigReader:
 
     def one_of(self, key: str, options: Any, default: str) -> str:
         value = self.take(key, default)
-        if value not in options:
+        if not isinstance(value, str) or value not in options:
             raise ConfigError(f"config.{key} is {value!r}; {self.family} implements {', '.join(map(repr, options))}")
         return value
 
@@ -82,32 +82,50 @@ class ConfigReader:
         """Keys that change nothing we compute; `because` stands in the code for its reader."""
         self._read.update(keys)
 
-    def heads(self, hidden_size: int, default: int, default_kv: int | None = None) -> tuple[int, int, int]:
+    def heads(
+        self, hidden_size: int, default: int, default_kv: int | None = None, default_dim: int | None = None
+    ) -> tuple[int, int, int]:
         """Query heads, key/value heads and head_dim, which is hidden_size / heads where it is not its own number."""
         heads = self.whole("num_attention_heads", default)
-        kv_heads = self.whole("num_key_value_heads", default_kv or heads)
+        written_null = "num_key_value_heads" in self._values and self.take("num_key_value_heads") is None
+        kv_heads = self.whole("num_key_value_heads", heads if written_null else default_kv or heads)
         if heads % kv_heads:
             raise ConfigError(f"config: {heads} query heads do not divide among {kv_heads} key/value heads")
-        if self.take("head_dim") is None and hidden_size % heads:
+        if self.take("head_dim", default_dim) is None and hidden_size % heads:
             raise ConfigError(f"config: hidden_size {hidden_size} does not divide among {heads} heads")
-        return heads, kv_heads, self.whole("head_dim", hidden_size // heads)
+        return heads, kv_heads, self.whole("head_dim", default_dim or hidden_size // heads)
+
+    def layer_types(self, count: int, by_rule: list[str]) -> list[str]:
+        """Each block's kind of attention: `layer_types`, which wins, or what the family's rule makes."""
+        kinds = self.take("layer_types", by_rule)
+        if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise ConfigError(
+                f"config.layer_types is {kinds!r}"[:200] + f"; {self.family} needs full_attention or sliding_attention "
+                f"for each of its {count} layers"
+            )
+        return list(kinds)
 
     def rope(self, theta: float, partial: float | None = None) -> dict[str, Any]:
         """The rotary settings in one dict, wherever the config has them: `rope_parameters` (current), `rope_scaling`
         with `rope_theta` and `partial_rotary_factor` beside it (released). The type is under `rope_type`."""
-        inner = dict(self.take("rope_scaling") or self.take("rope_parameters") or {})
+        inner = self.take("rope_scaling") or self.take("rope_parameters") or {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"the rope settings are {inner!r}; {self.family} needs a dict of them")
         self._read.update(("rope_scaling", "rope_parameters"))
         found = {"rope_theta": self.take("rope_theta", theta), "partial_rotary_factor": partial}
         outer = self.take("partial_rotary_factor")
         found |= {} if outer is None else {"partial_rotary_factor": outer}
         found |= {key: value for key, value in inner.items() if value is not None}
         kind = found.pop("type", "default")
+        if not isinstance(found["rope_theta"], (int, float)) or found["rope_theta"] <= 0:
+            raise ConfigError(f"rope_theta is {found['rope_theta']!r}; {self.family} needs a positive number")
         return {"rope_type": kind, **found}
 
     def done(self) -> None:
         """Raises `ConfigError` if the config holds a key that nobody read."""
         if "quantization_config" in self._values:
-            method = (self._values["quantization_config"] or {}).get("quant_method", "unknown")
+            settings = self._values["quantization_config"]
+            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
             raise ConfigError(f"this checkpoint is quantised ({method}); only plain weights are supported")
         left = [
             key
@@ -121,10 +139,10 @@ class ConfigReader:
             )
 
 
-def plain_rotary(rope: dict[str, Any], head_dim: int, family: str) -> Rotary:
+def plain_rotary(rope: dict[str, Any], head_dim: int, family: str, *, joined: bool = False) -> Rotary:
     """Rotary without scaling. Raises `ConfigError` on settings it does not have."""
     _check_rope(rope, {"default"}, {"rope_theta", "partial_rotary_factor"}, family)
-    return Rotary(_rotary_dims(rope, head_dim), rope["rope_theta"])
+    return Rotary(_rotary_dims(rope, head_dim), rope["rope_theta"], joined=joined)
 
 
 def longrope(rope: dict[str, Any], head_dim: int, family: str, known: tuple[str, ...] = ()) -> Rotary:

@@ -82,7 +82,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary=plain_rotary(hf.rope(theta=10_000.0, partial=0.5), head_dim, hf.family),
+        rotary=plain_rotary(hf.rope(theta=10_000.0, partial=0.5), head_dim, hf.family, joined=True),
         bias=True,
         output_bias=True,
         qk_norm=norm if hf.flag("qk_layernorm", False) else None,
@@ -96,6 +96,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
     return TransformerConfig(
         vocab_size=hf.whole("vocab_size", 51200),
         hidden_size=hidden_size,
+        intermediate_size=mlp.intermediate_size,
         max_length=hf.whole("max_position_embeddings", 2048),
         layers=(Layer("parallel", norm, attention, mlp),) * hf.whole("num_hidden_layers", 24),
         norm=norm,

@@ -87,6 +87,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
     return TransformerConfig(
         vocab_size=hf.whole("vocab_size", 32064),
         hidden_size=hidden_size,
+        intermediate_size=mlp.intermediate_size,
         max_length=max_length,
         layers=(Layer("sequential", norm, attention, mlp),) * hf.whole("num_hidden_layers", 32),
         norm=norm,
@@ -100,10 +101,10 @@ def _rotary(hf: ConfigReader, head_dim: int, max_length: int) -> Rotary:
     if rope["rope_type"] in ("su", "yarn"):  # the first releases' names for it
         rope["rope_type"] = "longrope"
     if rope["rope_type"] != "longrope":
-        return plain_rotary(rope, head_dim, hf.family)
+        return plain_rotary(rope, head_dim, hf.family, joined=True)
     # transformers, too, puts the top level's original length before the rope settings' own.
     rope["original_max_position_embeddings"] = original
     rotary = longrope(rope, head_dim, hf.family, known=("factor", "attention_factor"))
     factor = rope.get("factor", max_length / original)
     scale = rope.get("attention_factor", math.sqrt(1 + math.log(max(factor, 1)) / math.log(original)))
-    return dataclasses.replace(rotary, short_scale=scale, long_scale=scale)
+    return dataclasses.replace(rotary, short_scale=scale, long_scale=scale, joined=True)

@@ -17,11 +17,23 @@ from unittest import mock
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from transformer_std.config import Layer, TransformerConfig
+from transformer_std.hook_points import laid_out_as
 
-View = Callable[[Tensor, Layer], Tensor]
 Edit = Callable[[Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a view stands: our config of the block, and the call's (batch, seq)."""
+
+    layer: Layer
+    size: tuple[int, int]
+
+
+View = Callable[[Tensor, At], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,37 +49,71 @@ class Place:
     stream: bool = False
 
 
+@dataclass(frozen=True)
+class Between:
+    """A torch function that a module's forward calls, and its output or second argument."""
+
+    module: str
+    function: str
+    side: Literal["output", "second"]
+    view: View | None = None
+
+
 # A list where blocks differ: the first whose module a block has.
-Places = Place | list[Place]
+Places = Place | Between | list[Place]
 
 Input = functools.partial(Place, side="input")
 Output = functools.partial(Place, side="output")
 
 
-def by_heads(x: Tensor, layer: Layer) -> Tensor:
+def by_heads(x: Tensor, at: At) -> Tensor:
     """[batch seq (head dim)] as queries are laid out."""
-    return rearrange(x, "batch seq (head dim) -> batch head seq dim", dim=layer.attention.head_dim)
+    return rearrange(x, "batch seq (head dim) -> batch head seq dim", dim=at.layer.attention.head_dim)
 
 
-def fused_queries(x: Tensor, layer: Layer) -> Tensor:
-    return by_heads(x, layer)[:, : layer.attention.num_heads]
+def heads_apart(x: Tensor, at: At) -> Tensor:
+    """[batch seq head dim] as queries are laid out."""
+    return rearrange(x, "batch seq head dim -> batch head seq dim")
 
 
-def fused_keys(x: Tensor, layer: Layer) -> Tensor:
-    return by_heads(x, layer)[:, layer.attention.num_heads :][:, : layer.attention.num_kv_heads]
+def fused_queries(x: Tensor, at: At) -> Tensor:
+    return by_heads(x, at)[:, : at.layer.attention.num_heads]
 
 
-def side_by_side(x: Tensor, layer: Layer) -> Tensor:
+def fused_keys(x: Tensor, at: At) -> Tensor:
+    return by_heads(x, at)[:, at.layer.attention.num_heads :][:, : at.layer.attention.num_kv_heads]
+
+
+def side_by_side(x: Tensor, at: At) -> Tensor:
     """[batch seq (head dim)] as head outputs are laid out."""
-    return rearrange(x, "batch seq (head dim) -> batch seq head dim", dim=layer.attention.head_dim)
+    return rearrange(x, "batch seq (head dim) -> batch seq head dim", dim=at.layer.attention.head_dim)
 
 
-def first_half(x: Tensor, layer: Layer) -> Tensor:
+def tokens_apart(x: Tensor, at: At) -> Tensor:
+    """[(batch seq) width] with its tokens back in rows."""
+    return x if x.ndim == 3 else rearrange(x, "(batch seq) width -> batch seq width", batch=at.size[0])
+
+
+def first_half(x: Tensor, at: At) -> Tensor:
     return x[..., : x.shape[-1] // 2]
 
 
-def second_half(x: Tensor, layer: Layer) -> Tensor:
+def second_half(x: Tensor, at: At) -> Tensor:
     return x[..., x.shape[-1] // 2 :]
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def into_view(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Writes what a view shows."""
+
+    def put(tensor: Tensor, new: Tensor) -> Tensor:
+        view(tensor).copy_(new)
+        return tensor
+
+    return put
 
 
 @dataclass
@@ -79,13 +125,20 @@ class Run:
     views: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     logits: Tensor | None = None
 
-    def meet(self, name: str, tensor: Tensor, view: Callable[[Tensor], Tensor], stream: bool = False) -> Tensor:
-        """Records a value where the forward has it, after any edit of it."""
+    def meet(
+        self,
+        name: str,
+        tensor: Tensor,
+        view: Callable[[Tensor], Tensor] = as_it_is,
+        put: Callable[[Tensor, Tensor], Tensor] | None = None,
+        stream: bool = False,
+    ) -> Tensor:
+        """Records a value where the forward has it, after any edit of it; `put` writes what `view` shows."""
         if (edit := self.edits.get(name)) is not None:
-            tensor = tensor if stream else tensor.clone()
-            new = edit(view(tensor))
-            if new is not None:
-                view(tensor).copy_(new)
+            tensor = tensor if stream else laid_out_as(tensor, tensor)
+            seen = view(tensor)
+            new = edit(seen)
+            tensor = (put or into_view(view))(tensor, seen if new is None else new)
         if tensor.requires_grad:
             tensor.retain_grad()
         self.bases[name], self.views[name] = tensor, view
@@ -115,28 +168,23 @@ class Reference:
         returns the new value or edits in place."""
         run = Run(dict(edits or {}))
         with contextlib.ExitStack() as stack:
-            self._hook_modules(run, stack)
+            self._hook_modules(run, tuple(tokens.shape), stack)
             stack.enter_context(self._hook_attention(run))
             run.logits = self.model(tokens, use_cache=False, **inputs).logits
         return run
 
-    def _hook_modules(self, run: Run, stack: contextlib.ExitStack) -> None:
+    def _hook_modules(self, run: Run, size: tuple[int, int], stack: contextlib.ExitStack) -> None:
         modules = dict(self.model.named_modules())
         for pattern, places in self._values.items():
             for i in range(self.config.num_layers) if "{i}" in pattern else [0]:
-                there = [place for place in _as_list(places) if place.module.format(i=i) in modules]
-                if not there:
-                    continue  # this block has no such module, nor the value
-                place, module = there[0], modules[there[0].module.format(i=i)]
-                layer = self.config.layers[i]
-                view = functools.partial(place.view, layer=layer) if place.view else _as_it_is
-                meet = functools.partial(run.meet, pattern.format(i=i), view=view, stream=place.stream)
-                if place.side == "input":
-                    hook = functools.partial(_meet_input, meet)
-                    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                else:
-                    handle = module.register_forward_hook(functools.partial(_meet_output, meet))
-                stack.callback(handle.remove)
+                options = places if isinstance(places, list) else [places]
+                there = [place for place in options if place.module.format(i=i) in modules]
+                if there:
+                    at = At(self.config.layers[i], size)
+                    _hook(run, pattern.format(i=i), there[0], modules[there[0].module.format(i=i)], at, stack)
+        for i in range(self.config.num_layers):
+            if (experts := modules.get(f"model.layers.{i}.mlp.experts")) is not None:
+                _hook_experts(run, f"layers.{i}.mlp.", experts, size, stack)
 
     @contextlib.contextmanager
     def _hook_attention(self, run: Run) -> Iterator[None]:
@@ -153,12 +201,16 @@ class Reference:
             self.model.config._attn_implementation = kept
 
 
-def _as_list(places: Places) -> list[Place]:
-    return places if isinstance(places, list) else [places]
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+def _hook(run: Run, name: str, place: Place | Between, module: Any, at: At, stack: contextlib.ExitStack) -> None:
+    view = functools.partial(place.view, at=at) if place.view else as_it_is
+    meet = functools.partial(run.meet, name, view=view, stream=getattr(place, "stream", False))
+    if isinstance(place, Between):
+        _intercept(module, {place.function: functools.partial(_meet_call, meet, place.side)}, stack)
+    elif place.side == "input":
+        hook = functools.partial(_meet_input, meet)
+        stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    else:
+        stack.callback(module.register_forward_hook(functools.partial(_meet_output, meet)).remove)
 
 
 def _meet_input(meet: Callable[[Tensor], Tensor], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,26 +228,122 @@ def _meet_output(meet: Callable[[Tensor], Tensor], module: Any, args: tuple[Any,
     return output
 
 
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Intercepting(TorchFunctionMode):
+    """Hands the calls of some torch functions, by name, to functions of ours."""
+
+    def __init__(self, calls: dict[str, Call]):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = self.calls.get(func.__name__)
+        return func(*args, **(kwargs or {})) if call is None else call(func, args, kwargs or {})
+
+
+def _meet_call(
+    meet: Callable[[Tensor], Tensor], side: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if side == "second":
+        return func(args[0], meet(args[1]), *args[2:], **kwargs)
+    return meet(func(*args, **kwargs))
+
+
+def _intercept(module: Any, calls: dict[str, Call], stack: contextlib.ExitStack) -> None:
+    """Puts `calls` around the module's own forward, until the stack unwinds."""
+    forward = module.forward
+
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        with _Intercepting(calls):
+            return forward(*args, **kwargs)
+
+    module.forward = intercepted
+    stack.callback(setattr, module, "forward", forward)
+
+
+def _hook_experts(run: Run, host: str, experts: Any, size: tuple[int, int], stack: contextlib.ExitStack) -> None:
+    """The inside of transformers' grouped_mm experts: rows sorted by expert, shown in slot order."""
+    batch, seq = size
+    products: list[Tensor] = []
+    order: list[Tensor] = []
+
+    def in_slots(rows: Tensor) -> Tensor:
+        back = torch.empty_like(order[0])
+        back[order[0]] = torch.arange(len(back))
+        return rearrange(rows[back], "(batch seq slot) width -> batch seq slot width", batch=batch, seq=seq)
+
+    def meet(name: str, rows: Tensor, part: slice = slice(None)) -> Tensor:
+        def put(rows: Tensor, slots: Tensor) -> Tensor:
+            rows[:, part] = slots.flatten(0, 2)[order[0]]
+            return rows
+
+        return run.meet(host + name, rows, lambda rows: in_slots(rows[:, part]), put)
+
+    def by_token(x: Tensor) -> Tensor:
+        return rearrange(x, "(batch seq) ... -> batch seq ...", batch=batch)
+
+    def enter(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, indices, weights = args
+        weights = run.meet(host + "expert_weights", weights, by_token)
+        indices = run.meet(host + "expert_indices", indices, by_token)
+        products.clear()
+        order[:] = [torch.sort(indices.reshape(-1)).indices]
+        return hidden, indices, weights
+
+    def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        rows, *rest = args
+        rows = meet("mlp_neurons", rows) if products else rows
+        out = func(rows, *rest, **kwargs)
+        products.append(out)
+        if len(products) == 1:
+            half = out.shape[-1] // 2
+            out = meet("mlp_up", meet("mlp_preactivation", out, slice(half)), slice(half, None))
+        return out
+
+    def total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return func(run.meet(host + "expert_outputs", args[0], by_token), *args[1:], **kwargs)
+
+    def leave(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return run.meet(host + "routed_output", output, by_token)
+
+    def activated(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return meet("mlp_activation", output)
+
+    _intercept(experts, {"grouped_mm": product, "_grouped_mm": product, "sum": total}, stack)
+    stack.callback(experts.register_forward_pre_hook(enter).remove)
+    stack.callback(experts.register_forward_hook(leave).remove)
+    stack.callback(experts.act_fn.register_forward_hook(activated).remove)
+
+
 def _recording_attention(
-    run: Run, implementation: str, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+    run: Run,
+    implementation: str,
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> Any:
     """transformers' own attention function, with its arguments, its softmax and its result recorded."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     host = f"layers.{module.layer_idx}.self_attn."
-    q = run.meet(host + "attention_queries", q, _as_it_is)
-    k = run.meet(host + "attention_keys", k, _as_it_is)
-    v = run.meet(host + "attention_values", v, _as_it_is)
+    q = run.meet(host + "attention_queries", q)
+    k = run.meet(host + "attention_keys", k)
+    v = run.meet(host + "attention_values", v)
     if implementation == "sdpa":
-        heads, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
-        return run.meet(host + "attention_head_outputs", heads, _as_it_is), None
+        heads, _ = sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
+        return run.meet(host + "attention_head_outputs", heads), None
     softmax, dropout = torch.nn.functional.softmax, torch.nn.functional.dropout
 
     def recording_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return softmax(run.meet(host + "attention_scores", scores, _as_it_is), *args, **kwargs)
+        return softmax(run.meet(host + "attention_scores", scores), *args, **kwargs)
 
     def recording_dropout(pattern: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return dropout(run.meet(host + "attention_probabilities", pattern, _as_it_is), *args, **kwargs)
+        return dropout(run.meet(host + "attention_probabilities", pattern), *args, **kwargs)
 
     eager = sys.modules[type(module).__module__].eager_attention_forward
     functional = torch.nn.functional
@@ -203,5 +351,5 @@ def _recording_attention(
         mock.patch.object(functional, "softmax", recording_softmax),
         mock.patch.object(functional, "dropout", recording_dropout),
     ):
-        heads, pattern = eager(module, q, k, v, mask, **kwargs)
-    return run.meet(host + "attention_head_outputs", heads, _as_it_is), pattern
+        heads, pattern = eager(module, q, k, v, attention_mask, **kwargs)
+    return run.meet(host + "attention_head_outputs", heads), pattern

@@ -71,6 +71,10 @@ def verify(
     """
     from transformers import AutoModelForCausalLM
 
+    if (Path(source) / converters.OUR_CONFIG).exists():
+        raise converters.CheckpointError(
+            f"{source} is in our own format, which transformers cannot read: verify the release"
+        )
     model = HookedTransformer.from_pretrained(
         source, dtype=dtype, revision=revision, attn_implementation=attn_implementation
     )

@@ -14,9 +14,9 @@ from transformer_std.config import Rotary
 
 
 def test_rotary_turns_pairs_and_passes_the_tail() -> None:
-    rotary = Rotary(dims=6, theta=100.0)
+    rotary = Rotary(dims=6, theta=100.0, joined=True)
     heads = torch.randn(1, 2, 5, 10, dtype=torch.float32)
-    turned = turn(heads, rotary_angles(rotary, torch.arange(5)[None], torch.float32), 6)
+    turned = turn(heads, rotary_angles(rotary, torch.arange(5)[None], torch.float32), rotary)
     for position in range(5):
         for pair in range(3):
             angle = position / 100.0 ** (2 * pair / 6)

@@ -101,6 +101,8 @@ def test_every_value_is_transformers(recipe: Recipe, attn: str, checkpoints: Fol
 
 
 def edit(value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        return value.flip(1)  # of one prompt's routing, another's
     return value * 0.5 + 0.25 * value.roll(1, dims=-1)
 
 
@@ -108,9 +110,12 @@ def edit_in_place(value: Tensor) -> None:
     value.copy_(edit(value))
 
 
-@pytest.mark.parametrize("write", [edit, edit_in_place], ids=["assigned", "in_place"])
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize(
+    ("write", "grad"), [(edit, False), (edit_in_place, True), (edit, True), (edit_in_place, False)]
+)
 def test_writes_land_as_in_transformers(recipe: Recipe, write: Any, grad: bool, checkpoints: Folders) -> None:
+    if (write is edit) == grad and recipe.name != "base":
+        return  # the other two ways of writing differ on no recipe that the base does not show
     model, reference = both(checkpoints(recipe))
     with torch.set_grad_enabled(grad):
         clean = model(prompt())
@@ -130,11 +135,12 @@ def test_gradients_are_transformers(recipe: Recipe, attn: str, checkpoints: Fold
     run = reference.run(prompt())
     F.cross_entropy(run.logits.flatten(0, 1), prompt().flatten()).backward()
     # One tensor of theirs can be several values; the gradient of each value alone is ours alone.
-    owners = [id(tensor) for tensor in run.bases.values()]
+    seen = {name: run.views[name](base) for name, base in run.bases.items()}
+    owners = [(id(run.bases[name]), view.data_ptr()) for name, view in seen.items()]
     wanted = [
         name
         for name, base in run.bases.items()
-        if owners.count(id(base)) == 1 and not is_integer(model.names.points[name].layout)
+        if owners.count((id(base), seen[name].data_ptr())) == 1 and not is_integer(model.names.points[name].layout)
     ]
     logits, cache = model.run_with_cache(prompt(), names_filter=wanted, incl_bwd=True)
     F.cross_entropy(logits.flatten(0, 1), prompt().flatten()).backward()

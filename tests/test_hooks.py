@@ -45,7 +45,6 @@ FILTERS: list[tuple[Any, list[str]]] = [
     ("layers.0.*norm_output", ["layers.0.attention_norm_output", "layers.0.mlp_norm_output"]),
     (["logits", ("layer_mid", 0), "layers.0.layer_mid"], ["layers.0.layer_mid", "logits"]),
     (lambda name: name.endswith("layer_mid"), [f"layers.{i}.layer_mid" for i in range(3)]),
-    ([], []),
 ]
 
 
@@ -92,7 +91,14 @@ def test_bad_filters(model: HookedTransformer) -> None:
     with pytest.raises(TypeError, match="names_filter is 3; give a name"):
         model.run_with_cache(prompt(), names_filter=3)
     with pytest.raises(ValueError, match="input_ids holds integers"):
-        model.add_hook("input_ids", print, kind="backward")
+        model.add_hook("input_ids", print, backward=True)
+    for nothing in ([], lambda name: False):
+        with pytest.raises(UnknownName, match="means no value of this model"):
+            model.add_hook(nothing, print)
+        assert len(model.run_with_cache(prompt(), names_filter=nothing)[1]) == 0
+    for pair in (("logits", print), {"logits": print}, [("logits", print, 1)]):
+        with pytest.raises(TypeError, match="fwd_hooks is a list of pairs"):
+            model.run_with_hooks(prompt(), fwd_hooks=pair)
     with pytest.raises(TypeError, match="unexpected keyword argument 'prepend_bos'"):
         model.run_with_cache(prompt(), prepend_bos=True)
     assert handles(model) == 0
@@ -374,9 +380,78 @@ def test_copies_are_models_of_their_own(model: HookedTransformer) -> None:
         (lambda m: m(prompt(), start_at_layer=1), r"the input is the stream \[batch seq 96\], not \[2, 13\]"),
         (lambda m: m(torch.randn(2, 13, 96), start_at_layer=1, return_type="loss"), "the loss needs the tokens"),
         (lambda m: m("text"), "no tokenizer"),
+        (lambda m: m(torch.ones(1, 2, dtype=torch.bool)), "token ids"),
+        (lambda m: m(prompt()[:0]), r"no tokens: it is \[0, 13\]"),
+        (lambda m: m(torch.randn(2, 13, 96).double(), start_at_layer=1), "the model reads .* of torch.float32"),
+        (lambda m: m(prompt(1), return_type="loss"), "the loss needs two real tokens in a row"),
+        (lambda m: m(prompt(), attention_mask=torch.zeros(2, 13), return_type="loss"), "two real tokens in a row"),
     ],
 )
 def test_bad_input(call: Any, message: str, model: HookedTransformer) -> None:
     with pytest.raises(ValueError, match=message):
         call(model)
     assert model(prompt(), return_type=None) is None
+
+
+# -- values that are one tensor ----------------------------------------------------------------------------------
+
+
+def gradients(model: HookedTransformer, **hooks: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    with model.hooks(**hooks):
+        _, cache = model.run_with_cache(prompt(), incl_bwd=True, return_type="loss")
+    return {name: value for name, value in cache.items() if name.endswith("_grad")} | {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("value", ["mlp_output", "attention_output", "layer_mid", "attention_result", "mlp_input"])
+def test_a_gradient_edited_in_place_is_one_returned(value: str, model: HookedTransformer) -> None:
+    def zero(grad: Tensor, hook: HookPoint) -> None:
+        grad.zero_()
+
+    in_place = gradients(model, bwd_hooks=[((value, 1), zero)])
+    returned = gradients(model, bwd_hooks=[((value, 1), lambda grad, hook: grad * 0)])
+    for name, gradient in returned.items():
+        torch.testing.assert_close(in_place[name], gradient, msg=name)
+
+
+def test_a_gradient_reaches_its_sublayer_only(parallel: HookedTransformer) -> None:
+    looked_at = gradients(parallel, fwd_hooks=[(("mlp_input", 1), lambda value, hook: None)])
+    plain = gradients(parallel)
+    for name, gradient in looked_at.items():
+        torch.testing.assert_close(plain[name], gradient, msg=name)
+    parts = [plain[f"layers.1.{name}_grad"] for name in ("attention_input", "mlp_input", "mlp_norm_output")]
+    torch.testing.assert_close(parts[0] + parts[1], parts[2])
+    cut = gradients(parallel, bwd_hooks=[(("mlp_input", 1), lambda grad, hook: grad * 0)])
+    assert cut["layers.1.self_attn.projections.q.weight"].any()
+    torch.testing.assert_close(cut["layers.1.mlp_norm_output_grad"], plain["layers.1.attention_input_grad"])
+
+
+def test_gradients_meet_hooks_in_order(model: HookedTransformer) -> None:
+    seen: list[float] = []
+    hooks = [
+        ("logits", lambda grad, hook: grad * 0),
+        ("lm_head_output", lambda grad, hook: seen.append(float(grad.abs().sum()))),
+    ]
+    model.run_with_hooks(prompt(), bwd_hooks=hooks, return_type="loss").backward()
+    assert seen == [0.0]
+
+
+@torch.no_grad()
+def test_a_tensor_that_a_hook_returns_is_not_edited(model: HookedTransformer) -> None:
+    _, clean = model.run_with_cache(prompt())
+    kept = clean["layer_output", 0].clone()
+
+    def zero(value: Tensor, hook: HookPoint) -> None:
+        value.zero_()
+
+    hooks = [(("layer_output", 0), lambda value, hook: clean["layer_output", 0]), (("layer_output", 0), zero)]
+    model.run_with_hooks(prompt(), fwd_hooks=hooks)
+    assert torch.equal(clean["layer_output", 0], kept)
+
+
+def test_a_users_own_leaf_keeps_no_hook(model: HookedTransformer) -> None:
+    stream = torch.randn(1, 5, model.hidden_size, requires_grad=True)
+    model.run_with_hooks(stream, start_at_layer=1, bwd_hooks=[(("layer_input", 1), stop)])
+    (stream * 2).sum().backward()

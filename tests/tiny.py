@@ -47,8 +47,13 @@ def longrope(rotated: int, **settings: Any) -> dict[str, Any]:
     }
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+
 BOUNDARY = 16  # of longrope
 AROUND = (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1)
+LONG_INSIDE = {"original_max_position_embeddings": BOUNDARY}
 LONG = {"original_max_position_embeddings": BOUNDARY, "max_position_embeddings": 4 * BOUNDARY}
 
 RECIPES = [
@@ -69,6 +74,28 @@ RECIPES = [
         {**LONG, "rope_parameters": longrope(12, partial_rotary_factor=0.75), "sliding_window": 64}, AROUND,
     ),
     Recipe("phi3", "longrope_factor", {**LONG, "rope_parameters": longrope(16, factor=3.0)}, AROUND),
+    Recipe("phimoe", "base"),
+    Recipe("phimoe", "unbiased", {"attention_bias": False, "lm_head_bias": False, "router_jitter_noise": 0.01}),
+    Recipe("phimoe", "tied", {"tie_word_embeddings": True, "num_key_value_heads": 6, "router_jitter_noise": 1.0}),
+    Recipe("phimoe", "head_dim_window", {"head_dim": 32, "sliding_window": 5}, (4, 5, 6, LENGTH)),
+    Recipe(
+        "phimoe", "longrope",
+        {**LONG, "rope_parameters": longrope(16, short_mscale=1.243, long_mscale=1.5, **LONG_INSIDE)},
+        AROUND,
+    ),
+    Recipe("qwen2_moe", "base"),
+    Recipe("qwen2_moe", "normalized", {"norm_topk_prob": True, "qkv_bias": False, "num_key_value_heads": 6}),
+    Recipe("qwen2_moe", "dense_first", {"mlp_only_layers": [0], "tie_word_embeddings": True}),
+    Recipe("qwen2_moe", "dense_between", {"decoder_sparse_step": 2}),
+    Recipe("qwen2_moe", "all_dense", {"num_experts": 0}),
+    Recipe("qwen2_moe", "window", {**WINDOW, "max_window_layers": 1}, (4, 5, 6, LENGTH)),
+    Recipe("qwen2_moe", "layer_types", {**WINDOW, "layer_types": [FULL, SLIDING, SLIDING]}),
+    Recipe("qwen2_moe", "top_1", {"num_experts_per_tok": 1}),
+    Recipe("afmoe", "base"),
+    Recipe("afmoe", "all_mixtures", {"num_dense_layers": 0, "num_shared_experts": 1, "mup_enabled": False}),
+    Recipe("afmoe", "all_dense", {"num_dense_layers": 4, "num_key_value_heads": None}),
+    Recipe("afmoe", "biased", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
+    Recipe("afmoe", "layer_types", {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 3}),
 ]  # fmt: skip
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
 
@@ -82,6 +109,7 @@ def hf_config(recipe: Recipe) -> Any:
 
 def build(recipe: Recipe, folder: Path) -> Path:
     """Writes the recipe's checkpoint, in float32."""
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(hf_config(recipe))
     shake(model)
     model.save_pretrained(folder)

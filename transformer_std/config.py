@@ -6,17 +6,18 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
 class Norm:
     """`kind` "rms" (no mean, no bias) or "layer". `cast` says where an RMS norm returns to the stream's dtype:
-    before its weight is multiplied in, or after."""
+    before its weight is multiplied in, or after. `wide_in_half`: in a float16 model the weight stays float32."""
 
     kind: Literal["rms", "layer"]
     eps: float
     cast: Literal["before_weight", "after_weight"] = "before_weight"
+    wide_in_half: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Rotary:
     original_length: int | None = None
     short_scale: float = 1.0
     long_scale: float = 1.0
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,55 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class SparseMixer:
+    """Two slots in turn; an expert within 2 * `jitter` of a slot's best shares its softmax. `input_jitter` is the
+    relative noise of the input in training."""
+
+    scoring: ClassVar[str] = "sparsemixer"
+    jitter: float
+    input_jitter: float = 0.0
+
+
+@dataclass(frozen=True)
+class SoftmaxTopK:
+    """The top entries of a softmax over all experts, `normalized` to sum to one or as they are."""
+
+    scoring: ClassVar[str] = "softmax"
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class SigmoidTopK:
+    """The top sigmoids after a selection bias; without it they are divided by their sum and multiplied by `scale`."""
+
+    scoring: ClassVar[str] = "sigmoid"
+    scale: float
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """`top_k` of `num_experts` gated MLPs a token, each `intermediate_size` wide, beside an optional `shared` one that
+    every token runs through; `shared_gate`: times a sigmoid of the token. `shared_first`: it runs before the router,
+    since the gradients of an input add up in the order of its uses."""
+
+    intermediate_size: int
+    activation: str
+    num_experts: int
+    top_k: int
+    router: SparseMixer | SoftmaxTopK | SigmoidTopK
+    shared: Mlp | None = None
+    shared_gate: bool = False
+    shared_first: bool = False
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block. `post_norm`, where set, closes each sublayer before its output is added (a sandwich block)."""
 
     kind: Literal["sequential", "parallel"]
     norm: Norm
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Mixture
     post_norm: Norm | None = None
 
 
@@ -84,10 +128,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder-only transformer. `max_length` is the context in tokens; nothing that is built grows with it."""
+    """A decoder-only transformer.
+
+    `intermediate_size` is the release's headline number; each block's own is in its entry. `max_length` is the context
+    in tokens; nothing that is built grows with it.
+    """
 
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     max_length: int
     layers: tuple[Layer, ...]
     norm: Norm

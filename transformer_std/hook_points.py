@@ -11,6 +11,7 @@ nothing attached the call hands its argument back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -20,7 +21,10 @@ from torch import Tensor
 from transformer_std.layouts import describe, is_integer
 from transformer_std.modules import Direct
 
-Kind = Literal["forward", "backward", "read"]
+# A reader is the library's own: it looks, never edits, and costs no copy.
+Kind = Literal["forward", "backward", "read", "read_backward"]
+
+BACKWARD = ("backward", "read_backward")
 
 
 class Unavailable(KeyError):
@@ -103,13 +107,13 @@ class HookPoint:
 
     @property
     def watches_gradient(self) -> bool:
-        return any(handle.kind == "backward" for handle in self._handles)
+        return any(handle.kind in BACKWARD for handle in self._handles)
 
     def fresh(self) -> HookPoint:
         return HookPoint(self.layout, self.description, self.write)
 
     def check_takes(self, handle: Handle) -> None:
-        if handle.kind == "backward" and is_integer(self.layout):
+        if handle.kind in BACKWARD and is_integer(self.layout):
             raise ValueError(f"{self.name} holds integers: it has no gradient, and a backward hook could never fire")
 
     def _pass(self, value: Any) -> Any:
@@ -118,14 +122,15 @@ class HookPoint:
             if handle.kind == "forward":
                 # A hook may edit in place, and the same tensor can be another value's or be held by a cache.
                 if not mine and isinstance(value, Tensor):
-                    value, mine = _laid_out_as(value, value), True
-                value = self._edited(value, handle.fn)
+                    value, mine = laid_out_as(value, value), True
+                new = self._edited(value, handle.fn)
+                value, mine = new, mine and new is value
             elif handle.kind == "read":
                 handle.fn(value, self)
                 mine = False
         for handle in self._handles:
-            if handle.kind == "backward":
-                self._watch_gradient(value, handle)
+            if handle.kind in BACKWARD:
+                value = self._watch_gradient(value, handle)
         return value
 
     def _edited(self, value: Any, fn: Callable[[Any, HookPoint], Any]) -> Any:
@@ -145,14 +150,25 @@ class HookPoint:
                 f"a hook on {self.name} returned {self._shaped(new)}; the value is {self._shaped(value)}: "
                 f"{describe(self.layout)}"
             )
-        return new if new.stride() == value.stride() else _laid_out_as(new, value)
+        return new if new.stride() == value.stride() else laid_out_as(new, value)
 
-    def _watch_gradient(self, value: Tensor, handle: Handle) -> None:
+    def _watch_gradient(self, value: Tensor, handle: Handle) -> Tensor:
         if not value.requires_grad:
             if torch.is_grad_enabled():
-                return  # nothing before this value needs a gradient, so none is computed
+                return value  # nothing before it needs a gradient, so none is computed
             raise RuntimeError(f"a backward hook on {self.name} needs autograd, and gradients are switched off here")
-        value.register_hook(lambda grad: self._edited(grad, handle.fn) if handle.active else None)
+        value = value.view_as(value)  # neighbouring values can be one tensor; this one's gradient is its own
+        value.register_hook(functools.partial(self._pass_gradient, handle))
+        return value
+
+    def _pass_gradient(self, handle: Handle, grad: Tensor) -> Tensor | None:
+        if not handle.active:
+            return None
+        if handle.kind == "read_backward":
+            handle.fn(grad, self)
+            return None
+        # Autograd hands one gradient to every summand: a hook that edits in place must have its own.
+        return self._edited(grad.clone(), handle.fn)
 
     @staticmethod
     def _shaped(value: Tensor) -> str:
@@ -163,7 +179,7 @@ class HookPoint:
         return f"HookPoint({self.name or '?'}: {describe(self.layout)}{hooks})"
 
 
-def _laid_out_as(new: Tensor, value: Tensor) -> Tensor:
+def laid_out_as(new: Tensor, value: Tensor) -> Tensor:
     """A copy of `new` with the strides of `value`: kernels round differently on other strides."""
     return torch.empty_strided(value.shape, value.stride(), dtype=new.dtype, device=new.device).copy_(new)
 
@@ -205,6 +221,14 @@ class Host(Direct):
             for name in vocabulary(self.host)
             if not self.has(name)
         }
+
+
+class Missing(Host):
+    """In the place of a host that a block does not have: all of its values are unavailable, for one reason."""
+
+    def __init__(self, host: str, reason: str):
+        super().__init__()
+        self.host, self.lacks = host, reason
 
 
 def own_values(cls: type) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from transformer_std.components.blocks import BLOCKS
 from transformer_std.components.functions import prompt_angles, rotary_angles, visible
 from transformer_std.components.norms import build_norm
 from transformer_std.config import TransformerConfig
-from transformer_std.hook_points import Handle, HookPoint, Host, Kind
+from transformer_std.hook_points import Handle, HookPoint, Host
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens, is_integer
 from transformer_std.modules import Embedding, Linear
-from transformer_std.names import Names, NamesFilter
+from transformer_std.names import Names, NamesFilter, UnknownName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Text, a list of texts, token ids [batch seq], or with `start_at_layer` the stream [batch seq hidden_size].
 Input = Any
 HookFn = Callable[[Any, HookPoint], Any]
-Pairs = Iterable[tuple[Any, HookFn]]
+Pairs = Any  # a list of (names_filter, fn)
 
 
 class HookedTransformer(Host):
@@ -127,12 +127,19 @@ class HookedTransformer(Host):
         from safetensors.torch import save_file
 
         folder = Path(folder)
+        for theirs in ("config.json", "model.safetensors.index.json"):
+            if (folder / theirs).exists():
+                raise ValueError(
+                    f"{folder} holds another checkpoint ({theirs}), which ours would ruin: name a new folder"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
-        if self.config.tied_head:
+        tied = self.lm_head.weight is self.embed_tokens.weight
+        if tied:
             del tensors["lm_head.weight"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = dataclasses.replace(self.config, dtype=str(self.embed_tokens.weight.dtype).removeprefix("torch."))
+        dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
+        config = dataclasses.replace(self.config, dtype=dtype, tied_head=tied)
         (folder / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         if self._tokenizer is not None:
             self.tokenizer.save_pretrained(str(folder))
@@ -195,23 +202,27 @@ class HookedTransformer(Host):
             attention_mask = own_mask if attention_mask is None else attention_mask
         else:
             tokens = input
-        if tokens.ndim != 2 or tokens.is_floating_point():
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"the input is {list(tokens.shape)} {tokens.dtype}: give text, a list of texts, or token ids "
                 "[batch seq]; a stream [batch seq hidden_size] goes with start_at_layer"
             )
-        if tokens.shape[1] == 0:
-            raise ValueError("the input has no tokens")
-        tokens = self.input_ids(tokens.to(self.embed_tokens.weight.device))
+        if tokens.numel() == 0:
+            raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
+        tokens = self.input_ids(tokens.to(self.embed_tokens.weight.device, torch.long))
         self.input_size((tokens.shape[0], tokens.shape[1]))
         return tokens, self._check_mask(attention_mask, tokens.shape)
 
     def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
+        if mask is not None and not isinstance(mask, Tensor):
+            raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
         if mask is not None and tuple(mask.shape) != tuple(size):
             raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
         return None if mask is None else mask.to(self.embed_tokens.weight.device)
 
     def _check_positions(self, positions: Tensor, stream: Residual) -> Int[Tensor, "batch seq"]:
+        if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
+            raise TypeError("position_ids are whole numbers in a tensor [batch seq]")
         if positions.ndim != 2 or positions.shape[0] not in (1, len(stream)) or positions.shape[1] != stream.shape[1]:
             raise ValueError(
                 f"position_ids are {list(positions.shape)}; the input is {list(stream.shape[:2])} [batch seq]"
@@ -222,10 +233,17 @@ class HookedTransformer(Host):
         if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != self.hidden_size:
             got = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(f"with start_at_layer the input is the stream [batch seq {self.hidden_size}], not {got}")
+        if input.numel() == 0 or input.dtype != self.embed_tokens.weight.dtype:
+            dtype = self.embed_tokens.weight.dtype
+            raise ValueError(
+                f"the stream is {list(input.shape)} {input.dtype}; the model reads at least one position of {dtype}"
+            )
         return input
 
     def _span(self, start: int | None, stop: int | None) -> tuple[int, int]:
         def bound(name: str, layer: int | None, default: int) -> int:
+            if layer is not None and not isinstance(layer, int):
+                raise TypeError(f"{name} is {layer!r}: give a layer's number")
             at = default if layer is None else layer + self.num_layers if layer < 0 else layer
             if not 0 <= at <= self.num_layers:
                 raise ValueError(f"{name} is {layer}; the model has {self.num_layers} layers")
@@ -269,17 +287,21 @@ class HookedTransformer(Host):
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, kind: Kind = "forward") -> Handle:
+    def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, backward: bool = False) -> Handle:
         """Attaches `fn(value, hook)` to every hook point that `name` means.
 
         `fn` returns the new value, or None to leave it (or after editing it in place). A permanent hook survives
-        `reset_hooks`. `kind="backward"` gives `fn(gradient, hook)` in the backward instead.
+        `reset_hooks`. With `backward` it is `fn(gradient, hook)`, called in the backward.
 
         Returns:
             A handle; `handle.remove()` detaches the hook.
         """
+        if not callable(fn):
+            raise TypeError(f"a hook is a function fn(value, hook), not {fn!r}")
         points = self.names.resolve(name)
-        handle = Handle(kind, fn, permanent)
+        if not points:
+            raise UnknownName(f"{name!r} means no value of this model, so the hook could never fire")
+        handle = Handle("backward" if backward else "forward", fn, permanent)
         for point in points:
             point.check_takes(handle)
         for point in points:
@@ -306,10 +328,10 @@ class HookedTransformer(Host):
     def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[list[Handle]]:
         handles: list[Handle] = []
         try:
-            for name, fn in fwd_hooks:
-                handles.append(self.add_hook(name, fn))
-            for name, fn in bwd_hooks:
-                handles.append(self.add_hook(name, fn, kind="backward"))
+            for pair in fwd_hooks:
+                handles.append(self.add_hook(*_as_pair(pair, "fwd_hooks")))
+            for pair in bwd_hooks:
+                handles.append(self.add_hook(*_as_pair(pair, "bwd_hooks"), backward=True))
             yield handles
         finally:
             for handle in handles:
@@ -362,7 +384,7 @@ class HookedTransformer(Host):
             if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
                 alive._values[hook.name + GRAD] = placed(grad)
 
-        reader, gradients = Handle("read", keep), Handle("backward", keep_gradient)
+        reader, gradients = Handle("read", keep), Handle("read_backward", keep_gradient)
         try:
             for point in points:
                 reader.attach(point)
@@ -412,7 +434,7 @@ class HookedTransformer(Host):
     def _encode(self, texts: Any) -> tuple[Tokens, Int[Tensor, "batch seq"] | None]:
         """Token ids of texts, padded on the left, with the mask that says so. Nothing is prepended that the tokenizer
         does not prepend."""
-        batch = [texts] if isinstance(texts, str) else list(texts)
+        batch = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, (list, tuple)) else []
         if not batch or not all(isinstance(text, str) for text in batch):
             raise TypeError(
                 f"the input is {type(texts).__name__}: give text, a list of texts, or token ids [batch seq]"
@@ -461,7 +483,7 @@ class HookedTransformer(Host):
 
     @property
     def intermediate_size(self) -> int:
-        return self.config.layers[0].mlp.intermediate_size
+        return self.config.intermediate_size
 
     @property
     def W_E(self) -> Float[Tensor, "vocab_size hidden_size"]:
@@ -477,6 +499,12 @@ class HookedTransformer(Host):
         return self.lm_head.weight.new_zeros(self.vocab_size) if bias is None else bias
 
 
+def _as_pair(pair: Any, argument: str) -> tuple[Any, HookFn]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{argument} is a list of pairs (names_filter, fn); {pair!r} is none")
+    return pair[0], pair[1]
+
+
 def _placed(value: Any, device: torch.device | str | None, remove_batch_dim: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -488,8 +516,8 @@ def _placed(value: Any, device: torch.device | str | None, remove_batch_dim: boo
 
 def next_token_loss(logits: Logits, tokens: Tokens, mask: Tensor | None) -> Float[Tensor, ""]:
     """Mean cross-entropy, in nats and float32, of each real token given the real tokens before it."""
+    real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
+    if tokens.shape[1] == 1 or (real is not None and not real.any()):
+        raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
     losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
-    if mask is None:
-        return losses.mean()
-    real = mask[:, :-1].bool() & mask[:, 1:].bool()
-    return losses[real].mean()
+    return losses.mean() if real is None else losses[real].mean()

@@ -35,11 +35,15 @@ class Direct(nn.Module):
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
+    def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the parameter `name` has in a model loaded in `dtype`."""
+        return dtype
+
 
 class Linear(Direct, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         own = self._parameters
-        if "weight" in own:  # it is not where a parametrization computes it
+        if "weight" in own and "bias" in own:  # they are not where a parametrization computes them
             return F.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
         return F.linear(x, self.weight, self.bias)
 

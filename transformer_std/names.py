@@ -112,6 +112,8 @@ class Names:
 
     def at(self, value: str, layer: int) -> HookPoint:
         """The hook point of `value` in block `layer` (negative: from the last block)."""
+        if value in self.points and value not in self.by_value:
+            raise UnknownName(f"{value!r} is a full name, and has its layer: ask for it alone")
         if value not in self.by_value:
             raise self.miss(value)
         entries = self.by_value[value]

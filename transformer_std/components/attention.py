@@ -36,6 +36,10 @@ def split_heads(x: Float[Tensor, "batch seq width"], dim: int) -> Float[Tensor, 
     return x.view(*x.shape[:2], -1, dim).transpose(1, 2)  # einops says it better, in 2 us more, five times a block
 
 
+def side_by_side(x: Float[Tensor, "batch seq width"], dim: int) -> HeadOutputs:
+    return x.view(*x.shape[:2], -1, dim)
+
+
 def merge_heads(x: HeadOutputs) -> Float[Tensor, "batch seq width"]:
     return x.flatten(2)
 
@@ -151,7 +155,6 @@ class Attention(Host):
         super().__init__()
         self.cfg, self.eager = cfg, eager
         self.scale = cfg.head_dim**-0.5
-        self.rotary_dims = cfg.rotary.dims if cfg.rotary else 0
         self.projections = (FusedProjections if cfg.fused else SplitProjections)(cfg, hidden_size)
         self.q_norm = build_norm(cfg.qk_norm, cfg.head_dim) if cfg.qk_norm else None
         self.k_norm = build_norm(cfg.qk_norm, cfg.head_dim) if cfg.qk_norm else None
@@ -165,17 +168,17 @@ class Attention(Host):
 
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
         q, k, v = self.projections(x)
+        gate = None if self.gate is None else side_by_side(self.gate(x), self.cfg.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.attention_queries_before_rotary(q), self.attention_keys_before_rotary(k)
-        if angles is not None:
-            q, k = turn(q, angles, self.rotary_dims), turn(k, angles, self.rotary_dims)
+        if angles is not None and self.cfg.rotary is not None:
+            q, k = turn(q, angles, self.cfg.rotary), turn(k, angles, self.cfg.rotary)
         if cache is not None:
             k, v = cache.update(k, v)
         heads = self.mix(self.attention_queries(q), self.attention_keys(k), self.attention_values(v), mask)
         heads = self.attention_head_outputs(heads)
-        if self.gate is not None:
-            gate = rearrange(self.gate(x), "batch seq (head dim) -> batch seq head dim", dim=self.cfg.head_dim)
+        if gate is not None:
             heads = heads * torch.sigmoid(self.attention_gate(gate))
         out = self.project(self.attention_premix(heads))
         if self.post_norm is not None:
@@ -200,7 +203,8 @@ class Attention(Host):
         edited = self.attention_result(result)
         if edited is result and not self.attention_result.watches_gradient:
             return out
-        changed = reduce(edited - result.detach(), "batch seq head hidden -> batch seq hidden", "sum")
+        difference = (edited - result.detach()).masked_fill(result.isinf() & (edited == result), 0)  # inf - inf is none
+        changed = reduce(difference, "batch seq head hidden -> batch seq hidden", "sum")
         if self.o.bias is not None:
             changed = changed + (self.o.bias - self.o.bias.detach())
         return out.detach() + changed

@@ -5,10 +5,19 @@ from __future__ import annotations
 from transformer_std import config
 from transformer_std.components.attention import Attention, LayerCache, Mask
 from transformer_std.components.functions import Angles
-from transformer_std.components.mlp import MLPS
+from transformer_std.components.mixture import Mixture
+from transformer_std.components.mlp import MLPS, Mlp
 from transformer_std.components.norms import build_norm
-from transformer_std.hook_points import HookPoint, Host
+from transformer_std.hook_points import HookPoint, Host, Missing
 from transformer_std.layouts import Residual
+
+
+def build_mlp(cfg: config.Mlp | config.Mixture, hidden_size: int, post_norm: config.Norm | None) -> Mlp | Mixture:
+    if isinstance(cfg, config.Mixture):
+        return Mixture(cfg, hidden_size, post_norm)
+    mlp = MLPS[cfg.kind](cfg, hidden_size, post_norm)
+    mlp.shared_experts = Missing("shared_experts", "a dense MLP: it has no shared expert beside it")
+    return mlp
 
 
 class Block(Host):
@@ -24,11 +33,11 @@ class Block(Host):
         super().__init__()
         self.attention_norm = build_norm(cfg.norm, hidden_size)
         self.self_attn = Attention(cfg.attention, hidden_size, cfg.post_norm, eager)
-        self.mlp = MLPS[cfg.mlp.kind](cfg.mlp, hidden_size, cfg.post_norm)
+        self.mlp = build_mlp(cfg.mlp, hidden_size, cfg.post_norm)
 
 
 class SequentialBlock(Block):
-    """h = x + attention(norm(x));  out = h + mlp(norm(h))"""
+    """h = x + attention(norm(x));  out = h + mlp(norm(h)), where a sandwich's sublayers end in a norm of their own."""
 
     layer_mid = HookPoint(Residual, "The residual stream after the attention add")
     mlp_norm_output = HookPoint(Residual, "The normed stream entering the MLP")

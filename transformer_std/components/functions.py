@@ -56,15 +56,13 @@ def prompt_angles(rotary: Rotary, length: int, dtype: torch.dtype, device: torch
 
 
 def turn(
-    heads: Float[Tensor, "batch heads seq dim"], angles: Angles, dims: int
+    heads: Float[Tensor, "batch heads seq dim"], angles: Angles, rotary: Rotary
 ) -> Float[Tensor, "batch heads seq dim"]:
-    """Rotates the first `dims` dimensions of every head, dimension i paired with i + dims / 2; the rest pass."""
+    """Rotates the first dimensions of every head, dimension i paired with i + dims / 2; the rest pass."""
     cos, signed_sin = angles
-    if dims == heads.shape[-1]:
-        return heads * cos + heads.roll(dims // 2, -1) * signed_sin
-    rotated = heads[..., :dims]
-    rotated = rotated * cos + rotated.roll(dims // 2, -1) * signed_sin
-    return torch.cat((rotated, heads[..., dims:]), dim=-1)
+    turned = heads[..., : rotary.dims]
+    turned = turned * cos + turned.roll(rotary.dims // 2, -1) * signed_sin
+    return torch.cat((turned, heads[..., rotary.dims :]), dim=-1) if rotary.joined else turned
 
 
 def causal(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "query key"]:

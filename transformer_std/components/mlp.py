@@ -130,6 +130,23 @@ class GatedMlp(Mlp):
         return rearrange(self.up.weight, "neuron hidden -> hidden neuron")
 
 
+class SharedExpert(GatedMlp):
+    """The part of a mixture that every token runs through: an MLP host of its own."""
+
+    host = "shared_experts"
+
+    mlp_ungated_output = HookPoint(Residual, "The shared expert's own output, before any gate")
+
+    def __init__(self, cfg: config.Mlp, hidden_size: int):
+        super().__init__(cfg, hidden_size)
+        self.without(
+            "the mixture adds the sum: read the mixture's mlp_output, or mlp_ungated_output here", "mlp_output"
+        )
+
+    def forward(self, x: Residual) -> Residual:
+        return self.mlp_ungated_output(self.down(self.mlp_neurons(self.neurons(x))))
+
+
 class FusedMlp(Mlp):
     """A gated MLP with one matrix for both halves: the gate's rows first, then the up's."""
 

@@ -14,10 +14,13 @@ from transformer_std.modules import Direct, LayerNorm
 class RMSNorm(Direct):
     """x / rms(x) * weight in float32 (https://arxiv.org/abs/1910.07467), cast back before or after the weight."""
 
-    def __init__(self, size: int, eps: float, cast_before_weight: bool):
+    def __init__(self, size: int, cfg: Norm):
         super().__init__()
+        self.cfg, self.eps, self.cast_before_weight = cfg, cfg.eps, cfg.cast == "before_weight"
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.cast_before_weight = eps, cast_before_weight
+
+    def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.cfg.wide_in_half and dtype == torch.float16 else dtype
 
     def forward(self, x: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
         weight = self.weight
@@ -36,4 +39,4 @@ class RMSNorm(Direct):
 def build_norm(norm: Norm, size: int) -> RMSNorm | LayerNorm:
     if norm.kind == "layer":
         return LayerNorm(size, eps=norm.eps)
-    return RMSNorm(size, norm.eps, cast_before_weight=norm.cast == "before_weight")
+    return RMSNorm(size, norm)

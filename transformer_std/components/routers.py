@@ -1,0 +1,84 @@
+"""Routers: from a token's logits to the weights and indices of its slots. Pure functions."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from transformer_std.layouts import ExpertIndices, ExpertWeights, RouterLogits
+
+Choice = tuple[ExpertWeights, ExpertIndices]
+Slot = tuple[Float[Tensor, "batch seq 1"], Int[Tensor, "batch seq 1"]]
+
+
+def softmax_top_k(probabilities: RouterLogits, top_k: int, normalized: bool) -> Choice:
+    """The largest `top_k` of a softmax over all experts, in descending order."""
+    weights, indices = torch.topk(probabilities, top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if normalized else weights), indices
+
+
+def sigmoid_top_k(scores: RouterLogits, bias: Float[Tensor, " num_experts"], top_k: int, scale: float) -> Choice:
+    """The experts of the largest scores plus `bias`; weights from the scores alone, summing to `scale`."""
+    indices = torch.topk(scores + bias, top_k, dim=-1).indices
+    weights = scores.gather(-1, indices)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, indices
+
+
+def sparsemixer(logits: RouterLogits, jitter: float, training: bool) -> Choice:
+    """Two slots in turn, the second without the first one's expert (SparseMixer-v2, https://arxiv.org/abs/2409.12136).
+
+    In training each slot samples its expert, and gradients are the paper's estimate.
+    """
+    first = _slot(logits, logits, jitter, training, draws=1)
+    # transformers draws the second slot's chance of staying whole twice over: to agree, so do we.
+    second = _slot(logits, logits.scatter(-1, first[1], -torch.inf), jitter, training, draws=2)
+    return torch.cat((first[0], second[0]), -1), torch.cat((first[1], second[1]), -1)
+
+
+def _slot(logits: RouterLogits, left: RouterLogits, jitter: float, training: bool, draws: int) -> Slot:
+    """One expert of those `left` (the others at -inf), and its share among those within 2 * jitter of the best."""
+    with torch.no_grad():
+        best, chosen = left.max(dim=-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+    near = left.masked_fill(far, -torch.inf)
+    if not training:
+        return near.softmax(-1).gather(-1, chosen), chosen
+    gumbel = torch.empty_like(near, memory_format=torch.legacy_contiguous_format).exponential_().log()
+    chosen = (near - gumbel).max(dim=-1, keepdim=True).indices
+    shares = near.softmax(-1)
+    chance = [torch.rand_like(shares[..., :1]) for _ in range(draws)][-1]
+    return _heun(logits, shares, chosen, chance), chosen
+
+
+def _heun(
+    logits: RouterLogits, shares: RouterLogits, chosen: Int[Tensor, "batch seq 1"], chance: Float[Tensor, "batch seq 1"]
+) -> Float[Tensor, "batch seq 1"]:
+    """The weight of a sampled expert: its share, cut to a third three times in four where it is not the likeliest."""
+    likeliest = shares.max(dim=-1, keepdim=True).indices
+    whole: Bool[Tensor, "batch seq 1"] = (chosen == likeliest) | (chance > 0.75)
+    factor = torch.add(0.3333, whole, alpha=0.6667).type_as(shares)
+    return _Heun.apply(logits, shares.gather(-1, chosen), chosen, shares, factor)
+
+
+class _Heun(torch.autograd.Function):
+    """share * factor forward; backward the share's own gradient, as if the factor were 1: Heun's third-order method
+    estimates the gradient of the sampling by it."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        logits: Tensor,
+        share: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        factor: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(share, chosen, shares)
+        return share * factor
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        share, chosen, shares = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad = grad * share
+        return (shares * -grad).scatter_add(-1, chosen, grad), None, None, None, None
