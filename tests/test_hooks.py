@@ -117,7 +117,7 @@ def test_support(parallel: HookedTransformer, model: HookedTransformer) -> None:
                         each.add_hook((value, layer), print)
                 else:
                     assert each.support(layer)[value] is None
-                    assert isinstance(each.names.at(value, layer), HookPoint)
+                    assert isinstance(each.names.at(value, layer).point, HookPoint)
     assert parallel.support()["layer_mid"] == dict.fromkeys(range(3), parallel.layers[0].lacks)
     assert model.support()["layer_mid"] is None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import converters
 from converters.demo import make_checkpoint
 from transformer_std.hook_points import vocabulary
+from transformer_std.lens_names import NAMES
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -30,3 +31,5 @@ def test_tables_are_whole() -> None:
     for host in ("model", "block", "self_attn", "mlp", "shared_experts"):
         for value in vocabulary(host):
             assert f"`{value}`" in README, value
+    for lens in NAMES:
+        assert lens.rpartition(".")[2] in README, lens

@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from transformer_std.decomposition import Decomposition
 from transformer_std.hook_points import HookPoint
+from transformer_std.layouts import axes
 from transformer_std.names import Names, UnknownName
 
+if TYPE_CHECKING:
+    from transformer_std.model import HookedTransformer
+
 GRAD = "_grad"
+Slice = int | slice | Tensor | list[int]
 
 
-class ActivationCache(Mapping[str, Any]):
+class ActivationCache(Decomposition, Mapping[str, Any]):
     """What `run_with_cache` saw. Keys are full names; `cache["attention_queries", 3]` is block 3's.
 
-    Gradients, where they were asked for, are under the value's name with `_grad` behind it.
+    Gradients, where they were asked for, are under the value's name with `_grad` behind it. TransformerLens' names are
+    understood, and answered in its order of axes.
     """
 
-    def __init__(self, values: dict[str, Any], names: Names):
+    def __init__(self, values: dict[str, Any], names: Names, model: HookedTransformer):
         self._values, self._names = values, names
+        self._model = weakref.ref(model)  # a cache keeps no model alive
 
-    def __getitem__(self, key: str | tuple[str, int]) -> Any:
+    @property
+    def model(self) -> HookedTransformer:
+        """The model that ran. Raises `RuntimeError` when it is gone."""
+        if (model := self._model()) is None:
+            raise RuntimeError("the model of this cache was deleted")
+        return model
+
+    def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in self._values:
             return self._values[key]
-        full = self._full_name(key)
+        name = key[0] if isinstance(key, tuple) else key
+        is_grad = isinstance(name, str) and name.endswith(GRAD)
+        plain = name.removesuffix(GRAD) if is_grad else name
+        point, by_lens = self._names.one((plain, *key[1:]) if isinstance(key, tuple) else plain)
+        full = point.name + GRAD if is_grad else point.name
         if full not in self._values:
             raise UnknownName(f"{full} is not in this cache: {self._why_missing(full)}")
-        return self._values[full]
+        value = self._values[full]
+        return rearrange(value, "... head seq dim -> ... seq head dim") if by_lens else value
 
-    def _full_name(self, key: str | tuple[str, int]) -> str:
-        name = key[0] if isinstance(key, tuple) else key
-        if not isinstance(name, str) or not name.endswith(GRAD):
-            return self._names.full_name(key)
-        plain = name.removesuffix(GRAD)
-        return self._names.full_name((plain, key[1]) if isinstance(key, tuple) else plain) + GRAD
-
-    def _why_missing(self, full: str) -> str:
+    @staticmethod
+    def _why_missing(full: str) -> str:
         if full.endswith(GRAD):
             return "run with incl_bwd=True, and call backward() on the output or a loss made of it"
         return "names_filter left it out, or the run did not reach it"
@@ -59,12 +74,37 @@ class ActivationCache(Mapping[str, Any]):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> ActivationCache:
         """A cache of the same names, each tensor through `fn`."""
-        values = {name: fn(value) if isinstance(value, Tensor) else value for name, value in self._values.items()}
-        return ActivationCache(values, self._names)
+        return self._map(lambda _, value: fn(value))
+
+    def _map(self, fn: Callable[[HookPoint, Tensor], Tensor]) -> ActivationCache:
+        values = {
+            name: fn(self._names.points[name.removesuffix(GRAD)], value) if isinstance(value, Tensor) else value
+            for name, value in self._values.items()
+        }
+        return ActivationCache(values, self._names, self.model)
 
     def to(self, *args: Any, **kwargs: Any) -> ActivationCache:
         """The cache with its tensors moved or cast as `Tensor.to` does; the model stays where it is."""
         return self.map(lambda value: value.to(*args, **kwargs))
+
+    def detach(self) -> ActivationCache:
+        """The cache out of the autograd graph."""
+        return self.map(Tensor.detach)
+
+    def slice(self, batch: Slice | None = None, position: Slice | None = None) -> ActivationCache:
+        """Some rows and positions of every value; a single index takes its axis out. Positions are those of the
+        stream: of a pattern, its queries, while its keys stay whole."""
+
+        def cut(point: HookPoint, value: Tensor) -> Tensor:
+            names = axes(point.layout)
+            if value.ndim != len(names):
+                raise ValueError(f"{point.name} has no batch axis any more: slice before remove_batch_dim")
+            for name, index in (("seq", position), ("query", position), ("batch", batch)):
+                if index is not None and name in names:
+                    value = value[(slice(None),) * names.index(name) + (index,)]
+            return value
+
+        return self._map(cut)
 
     def without_batch(self) -> ActivationCache:
         """The cache of a batch of one, without the batch axis."""
@@ -74,5 +114,19 @@ class ActivationCache(Mapping[str, Any]):
     def num_bytes(self) -> int:
         return sum(value.nbytes for value in self._values.values() if isinstance(value, Tensor))
 
+    def _ipython_key_completions_(self) -> list[Any]:
+        layers = {self._names.points[name.removesuffix(GRAD)] for name in self}
+        return [*self, *[(point.value, point.layer) for point in layers if point.layer is not None]]
+
     def __repr__(self) -> str:
-        return f"ActivationCache({len(self)} values, {self.num_bytes / 1e6:.1f} MB: {', '.join(list(self)[:3])}, ...)"
+        groups: dict[str, list[str]] = {}
+        for name in self:
+            point = self._names.points[name.removesuffix(GRAD)]
+            groups.setdefault(point.value + (GRAD if name.endswith(GRAD) else ""), []).append(name)
+        lines = [f"ActivationCache({len(self)} values, {self.num_bytes / 1e6:.1f} MB"]
+        for value, names in groups.items():
+            first = self[names[0]]
+            shape = f"{list(first.shape)} {str(first.dtype)[6:]}" if isinstance(first, Tensor) else repr(first)
+            count = "" if "." not in names[0] else f" x {len(names)} layers"
+            lines.append(f"  {value}: {shape}{count}")
+        return "\n".join(lines) + ")"

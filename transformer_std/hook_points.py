@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from transformer_std.layouts import describe, is_integer
@@ -46,15 +47,16 @@ class Handle:
         self.active = True
         self._points: list[HookPoint] = []
 
-    def attach(self, point: HookPoint) -> None:
+    def attach(self, point: HookPoint, by_lens: bool = False) -> None:
+        """To `point`; `by_lens`: the function speaks [batch seq head dim] where the value is [batch head seq dim]."""
         point.check_takes(self)
-        point._handles = (*point._handles, self)
+        point._handles = (*point._handles, Attached(self, _heads_behind(self.fn) if by_lens else self.fn))
         self._points.append(point)
 
     def detach(self) -> None:
         """Off the model; a graph that was built while it was attached still calls it in its backward."""
         for point in self._points:
-            point._handles = tuple(handle for handle in point._handles if handle is not self)
+            point._handles = tuple(each for each in point._handles if each.handle is not self)
             if not point._handles:
                 point.ctx.clear()
         self._points = []
@@ -72,6 +74,24 @@ class Handle:
     def __repr__(self) -> str:
         where = ", ".join(point.name for point in self._points) or "removed"
         return f"<{self.kind} hook {getattr(self.fn, '__name__', self.fn)!s} at {where}>"
+
+
+class Attached(NamedTuple):
+    """A handle at one hook point, and its function as this point calls it."""
+
+    handle: Handle
+    fn: Callable[..., Any]
+
+
+def _heads_behind(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def speaking(value: Tensor, hook: HookPoint) -> Any:
+        seen = rearrange(value, "batch head seq dim -> batch seq head dim")
+        new = fn(seen, hook)
+        if not isinstance(new, Tensor) or new.ndim != 4:
+            return new
+        return None if new is seen else rearrange(new, "batch seq head dim -> batch head seq dim")
+
+    return speaking
 
 
 class HookPoint:
@@ -96,7 +116,7 @@ class HookPoint:
         self.layer: int | None = None
         self.step = 0
         self.ctx: dict[Any, Any] = {}
-        self._handles: tuple[Handle, ...] = ()
+        self._handles: tuple[Attached, ...] = ()
 
     def __call__(self, value: Any) -> Any:
         return self._pass(value) if self._handles else value
@@ -107,7 +127,7 @@ class HookPoint:
 
     @property
     def watches_gradient(self) -> bool:
-        return any(handle.kind in BACKWARD for handle in self._handles)
+        return any(handle.kind in BACKWARD for handle, _ in self._handles)
 
     def fresh(self) -> HookPoint:
         return HookPoint(self.layout, self.description, self.write)
@@ -118,19 +138,19 @@ class HookPoint:
 
     def _pass(self, value: Any) -> Any:
         mine = False
-        for handle in self._handles:
+        for handle, fn in self._handles:
             if handle.kind == "forward":
                 # A hook may edit in place, and the same tensor can be another value's or be held by a cache.
                 if not mine and isinstance(value, Tensor):
                     value, mine = laid_out_as(value, value), True
-                new = self._edited(value, handle.fn)
+                new = self._edited(value, fn)
                 value, mine = new, mine and new is value
             elif handle.kind == "read":
-                handle.fn(value, self)
+                fn(value, self)
                 mine = False
-        for handle in self._handles:
-            if handle.kind in BACKWARD:
-                value = self._watch_gradient(value, handle)
+        for attached in self._handles:
+            if attached.handle.kind in BACKWARD:
+                value = self._watch_gradient(value, attached)
         return value
 
     def _edited(self, value: Any, fn: Callable[[Any, HookPoint], Any]) -> Any:
@@ -152,23 +172,24 @@ class HookPoint:
             )
         return new if new.stride() == value.stride() else laid_out_as(new, value)
 
-    def _watch_gradient(self, value: Tensor, handle: Handle) -> Tensor:
+    def _watch_gradient(self, value: Tensor, attached: Attached) -> Tensor:
         if not value.requires_grad:
             if torch.is_grad_enabled():
                 return value  # nothing before it needs a gradient, so none is computed
             raise RuntimeError(f"a backward hook on {self.name} needs autograd, and gradients are switched off here")
         value = value.view_as(value)  # neighbouring values can be one tensor; this one's gradient is its own
-        value.register_hook(functools.partial(self._pass_gradient, handle))
+        value.register_hook(functools.partial(self._pass_gradient, attached))
         return value
 
-    def _pass_gradient(self, handle: Handle, grad: Tensor) -> Tensor | None:
+    def _pass_gradient(self, attached: Attached, grad: Tensor) -> Tensor | None:
+        handle, fn = attached
         if not handle.active:
             return None
         if handle.kind == "read_backward":
-            handle.fn(grad, self)
+            fn(grad, self)
             return None
         # Autograd hands one gradient to every summand: a hook that edits in place must have its own.
-        return self._edited(grad.clone(), handle.fn)
+        return self._edited(grad.clone(), fn)
 
     @staticmethod
     def _shaped(value: Tensor) -> str:
@@ -213,6 +234,9 @@ class Host(Direct):
 
     def has(self, name: str) -> bool:
         return isinstance(self.__dict__.get(name), HookPoint)
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - set(self.absent()))
 
     def absent(self) -> dict[str, str]:
         """Each value of this kind of host that the instance does not have, with the reason."""

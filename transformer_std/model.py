@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +12,27 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from transformer_std.activation_cache import GRAD, ActivationCache
+from transformer_std.analysis import Analysis
 from transformer_std.components.blocks import BLOCKS
 from transformer_std.components.functions import prompt_angles, rotary_angles, visible
 from transformer_std.components.norms import build_norm
 from transformer_std.config import TransformerConfig
-from transformer_std.hook_points import Handle, HookPoint, Host
-from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens, is_integer
+from transformer_std.hook_points import HookPoint
+from transformer_std.hooking import Hooked
+from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
 from transformer_std.modules import Embedding, Linear
-from transformer_std.names import Names, NamesFilter, UnknownName
+from transformer_std.names import Names
+from transformer_std.printing import printout
+from transformer_std.text import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Text, a list of texts, token ids [batch seq], or with `start_at_layer` the stream [batch seq hidden_size].
 Input = Any
-HookFn = Callable[[Any, HookPoint], Any]
-Pairs = Any  # a list of (names_filter, fn)
 
 
-class HookedTransformer(Host):
+class HookedTransformer(Hooked, Text, Analysis):
     """A decoder-only transformer whose every standard value is read and written by name.
 
     `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
@@ -285,171 +283,13 @@ class HookedTransformer(Host):
             self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
         return logits
 
-    # -- hooks ---------------------------------------------------------------------------------------------------
-
-    def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, backward: bool = False) -> Handle:
-        """Attaches `fn(value, hook)` to every hook point that `name` means.
-
-        `fn` returns the new value, or None to leave it (or after editing it in place). A permanent hook survives
-        `reset_hooks`. With `backward` it is `fn(gradient, hook)`, called in the backward.
-
-        Returns:
-            A handle; `handle.remove()` detaches the hook.
-        """
-        if not callable(fn):
-            raise TypeError(f"a hook is a function fn(value, hook), not {fn!r}")
-        points = self.names.resolve(name)
-        if not points:
-            raise UnknownName(f"{name!r} means no value of this model, so the hook could never fire")
-        handle = Handle("backward" if backward else "forward", fn, permanent)
-        for point in points:
-            point.check_takes(handle)
-        for point in points:
-            handle.attach(point)
-        return handle
-
-    def reset_hooks(self, *, including_permanent: bool = False) -> None:
-        """Detaches every hook that is not permanent."""
-        for handle in {handle for point in self.names.points.values() for handle in point._handles}:
-            if including_permanent or not handle.permanent:
-                handle.remove()
-
-    @contextlib.contextmanager
-    def hooks(self, fwd_hooks: Pairs = (), bwd_hooks: Pairs = ()) -> Iterator[HookedTransformer]:
-        """Hooks for the length of a `with`; both arguments are lists of `(names_filter, fn)`."""
-        with self._attached(fwd_hooks, bwd_hooks) as handles:
-            try:
-                yield self
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-    @contextlib.contextmanager
-    def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[list[Handle]]:
-        handles: list[Handle] = []
-        try:
-            for pair in fwd_hooks:
-                handles.append(self.add_hook(*_as_pair(pair, "fwd_hooks")))
-            for pair in bwd_hooks:
-                handles.append(self.add_hook(*_as_pair(pair, "bwd_hooks"), backward=True))
-            yield handles
-        finally:
-            for handle in handles:
-                handle.detach()
-
-    def run_with_hooks(self, input: Input, *, fwd_hooks: Pairs = (), bwd_hooks: Pairs = (), **forward: Any) -> Any:
-        """One forward with hooks, which are gone from the model afterwards.
-
-        Backward hooks stay with this run's graph and fire when `backward()` is called on its output.
-        """
-        with self._attached(fwd_hooks, bwd_hooks):
-            return self(input, **forward)
-
-    def run_with_cache(
-        self,
-        input: Input,
-        *,
-        names_filter: NamesFilter = None,
-        incl_bwd: bool = False,
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
-        keep_graph: bool = False,
-        **forward: Any,
-    ) -> tuple[Any, ActivationCache]:
-        """One forward that keeps the values `names_filter` means.
-
-        Args:
-            names_filter: a full name, a value name (every layer that has it), a `(value, layer)` pair, a glob, a list
-                of these, or a function of the full name; None for all.
-            incl_bwd: keep gradients too, as `name_grad`. With `return_type="loss"` the backward is run here; else the
-                entries appear when `backward()` is called on something made of the output.
-            device: where the cached tensors go; the model stays.
-            remove_batch_dim: for a batch of one, values without the batch axis.
-            keep_graph: cached tensors stay in the autograd graph; else they are detached.
-
-        Returns:
-            What `forward` returns, and the cache. Watching `attention_scores` or `attention_probabilities` makes that
-            block compute its attention openly, which rounds differently from sdpa; load with
-            `attn_implementation="eager"` where the two must match.
-        """
-        points = self.names.resolve(names_filter)
-        cache = ActivationCache({}, self.names)
-        values, weak = cache._values, weakref.ref(cache)
-        placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
-
-        def keep(value: Any, hook: HookPoint) -> None:
-            values[hook.name] = placed(value if keep_graph or not isinstance(value, Tensor) else value.detach())
-
-        def keep_gradient(grad: Tensor, hook: HookPoint) -> None:
-            if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
-                alive._values[hook.name + GRAD] = placed(grad)
-
-        reader, gradients = Handle("read", keep), Handle("read_backward", keep_gradient)
-        try:
-            for point in points:
-                reader.attach(point)
-                if incl_bwd and not is_integer(point.layout):
-                    gradients.attach(point)
-            output = self(input, **forward)
-        finally:
-            reader.detach()
-            gradients.detach()
-        if incl_bwd and isinstance(output, Tensor) and output.ndim == 0:
-            output.backward()
-        return output, cache
-
-    def support(self, layer: int | None = None) -> dict[str, Any]:
-        """Which values there are: name -> None, or {layer: why it has none}. With `layer`, name -> None or why not.
-        Nothing runs."""
-        return self.names.support(layer)
-
-    # -- reading out ---------------------------------------------------------------------------------------------
-
     def project_on_vocab(self, hidden: Float[Tensor, "*axes hidden_size"]) -> Float[Tensor, "*axes vocab_size"]:
         """The logits of a residual stream: final norm, then head, biases included. On the last block's `layer_output`
         these are the model's logits."""
         return self.lm_head(self.norm(hidden))
 
-    # -- text ----------------------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer, loaded when first used."""
-        if self._tokenizer is None:
-            raise ValueError("this model has no tokenizer: pass token ids, or load it with tokenizer=...")
-        if isinstance(self._tokenizer, (str, Path)):
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer), trust_remote_code=False)
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | str | Path | None) -> None:
-        self._tokenizer = tokenizer
-
-    def to_tokens(self, texts: str | Sequence[str]) -> Tokens:
-        """Token ids of text as the forward would take it, [batch seq]; several texts are padded on the left."""
-        return self._encode(texts)[0]
-
-    def _encode(self, texts: Any) -> tuple[Tokens, Int[Tensor, "batch seq"] | None]:
-        """Token ids of texts, padded on the left, with the mask that says so. Nothing is prepended that the tokenizer
-        does not prepend."""
-        batch = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, (list, tuple)) else []
-        if not batch or not all(isinstance(text, str) for text in batch):
-            raise TypeError(
-                f"the input is {type(texts).__name__}: give text, a list of texts, or token ids [batch seq]"
-            )
-        rows = self.tokenizer(batch)["input_ids"]
-        if not all(rows):
-            raise ValueError("a text has no tokens")
-        longest = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
-        pad = 0 if pad is None else pad  # never seen: the mask covers it
-        tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = (torch.arange(longest) >= (longest - lengths)[:, None]).long()
-        return tokens, None if bool(mask.all()) else mask
+    def __repr__(self) -> str:
+        return printout(self)
 
     # -- sizes and weights ---------------------------------------------------------------------------------------
 
@@ -497,21 +337,6 @@ class HookedTransformer(Host):
     def b_U(self) -> Float[Tensor, " vocab_size"]:
         bias = self.lm_head.bias
         return self.lm_head.weight.new_zeros(self.vocab_size) if bias is None else bias
-
-
-def _as_pair(pair: Any, argument: str) -> tuple[Any, HookFn]:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{argument} is a list of pairs (names_filter, fn); {pair!r} is none")
-    return pair[0], pair[1]
-
-
-def _placed(value: Any, device: torch.device | str | None, remove_batch_dim: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if remove_batch_dim and value.shape[0] != 1:
-        raise ValueError(f"remove_batch_dim is for a batch of one; this one has {value.shape[0]} rows")
-    value = value if device is None else value.to(device)
-    return value[0] if remove_batch_dim else value
 
 
 def next_token_loss(logits: Logits, tokens: Tokens, mask: Tensor | None) -> Float[Tensor, ""]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from transformer_std import lens_names
 from transformer_std.hook_points import HookPoint, Host, Unavailable, vocabulary
 
 # A full name, a value name, a (value, layer) pair, a glob, a list of these, a function of the full name, or None.
 NamesFilter = Any
+
+
+class Target(NamedTuple):
+    """A hook point that was asked for; `by_lens`: by a name whose axes are ordered as TransformerLens orders them."""
+
+    point: HookPoint
+    by_lens: bool = False
 
 
 class UnknownName(KeyError):
@@ -60,58 +68,67 @@ class Names:
                 self.absent[full] = entry
 
     def resolve(self, names_filter: NamesFilter) -> list[HookPoint]:
-        """The hook points that a `names_filter` means, in order of the tree.
+        """The hook points that a `names_filter` means, each once, in order of the tree; raises as `targets` does."""
+        if names_filter is None:
+            return list(self.points.values())
+        wanted = {id(target.point) for target in self.targets(names_filter)}
+        return [point for point in self.points.values() if id(point) in wanted]
+
+    def targets(self, names_filter: NamesFilter) -> list[Target]:
+        """The hook points that a `names_filter` means, each once, and whose axes its name speaks.
 
         Raises:
             Unavailable: a value that exists, but not here.
             UnknownName: a name that exists nowhere in this model.
             TypeError: not a kind of filter.
         """
-        if names_filter is None:
-            return list(self.points.values())
-        wanted = {id(point) for point in self._find(names_filter)}
-        return [point for point in self.points.values() if id(point) in wanted]
+        return list({id(target.point): target for target in self._find(names_filter)}.values())
 
-    def _find(self, wanted: Any) -> Iterable[HookPoint]:
+    def _find(self, wanted: Any) -> Iterable[Target]:
         if isinstance(wanted, str):
             return self._by_string(wanted)
         if isinstance(wanted, HookPoint):
-            return self._by_string(wanted.name)
+            return [Target(self.points[wanted.name])]
         if isinstance(wanted, tuple) and len(wanted) == 2 and isinstance(wanted[0], str) and isinstance(wanted[1], int):
             return [self.at(*wanted)]
         if callable(wanted):
-            return [point for name, point in self.points.items() if wanted(name)]
+            return [Target(point) for name, point in self.points.items() if wanted(name)]
         if isinstance(wanted, Iterable):
-            return [point for each in wanted for point in self._find(each)]
+            return [target for each in wanted for target in self._find(each)]
         raise TypeError(
             f"names_filter is {wanted!r}; give a name, a value name, a (value, layer) pair, a glob, a list of these, "
             "or a function of the name"
         )
 
-    def _by_string(self, name: str) -> Iterable[HookPoint]:
+    def _by_string(self, name: str) -> Iterable[Target]:
         if name in self.points:
-            return [self.points[name]]
+            return [Target(self.points[name])]
+        if (ours := lens_names.translate(name)) is not None:
+            return [Target(point, lens_names.heads_behind(point.value)) for point, _ in self._by_string(ours)]
         if name in self.by_value:
             return self._everywhere(name)
         if any(each in name for each in "*?["):
             return self._by_glob(name)
         raise self.miss(name)
 
-    def _by_glob(self, pattern: str) -> list[HookPoint]:
-        found = [point for name, point in self.points.items() if fnmatch.fnmatchcase(name, pattern)]
+    def _by_glob(self, pattern: str) -> list[Target]:
+        found = [Target(point) for name, point in self.points.items() if fnmatch.fnmatchcase(name, pattern)]
         if not found:
             raise UnknownName(f"no value of this model matches {pattern!r}")
         return found
 
-    def _everywhere(self, value: str) -> list[HookPoint]:
+    def _everywhere(self, value: str) -> list[Target]:
         entries = self.by_value[value].values()
-        found = [entry for entry in entries if isinstance(entry, HookPoint)]
+        found = [Target(entry) for entry in entries if isinstance(entry, HookPoint)]
         if not found:
             raise Unavailable(f"{value} is unavailable on every layer: {next(iter(entries))}")
         return found
 
-    def at(self, value: str, layer: int) -> HookPoint:
+    def at(self, value: str, layer: int) -> Target:
         """The hook point of `value` in block `layer` (negative: from the last block)."""
+        if value not in self.by_value and value in lens_names.SHORT:
+            point, _ = self.at(lens_names.SHORT[value], layer)
+            return Target(point, lens_names.heads_behind(point.value))
         if value in self.points and value not in self.by_value:
             raise UnknownName(f"{value!r} is a full name, and has its layer: ask for it alone")
         if value not in self.by_value:
@@ -123,14 +140,17 @@ class Names:
         entry = entries[index]
         if isinstance(entry, str):
             raise Unavailable(f"{value} is unavailable on layer {index}: {entry}")
-        return entry
+        return Target(entry)
 
-    def full_name(self, name: str | tuple[str, int]) -> str:
-        """The one full name that `name` or `(value, layer)` means; for look-ups."""
+    def one(self, name: str | tuple[str, int]) -> Target:
+        """The one hook point that `name` or `(value, layer)` means; for look-ups."""
         if isinstance(name, tuple):
-            return self.at(*name).name
+            return self.at(*name[:2])
         if name in self.points:
-            return name
+            return Target(self.points[name])
+        if (ours := lens_names.translate(str(name))) is not None:
+            point = self.one(ours).point
+            return Target(point, lens_names.heads_behind(point.value))
         if name in self.by_value and None not in self.by_value[name]:
             raise UnknownName(f"{name} is a value of every block: ask for ({name!r}, layer)")
         raise self.miss(name)

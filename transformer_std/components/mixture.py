@@ -134,7 +134,8 @@ class Mixture(Host):
         weights, indices = self.select(self.router_logits(self.router(x)))
         if self.cfg.shared and not self.cfg.shared_first:
             shared = self.shared_experts(x)
-        weights, indices = self.expert_weights(weights), self._checked(self.expert_indices(indices))
+        indices = self._checked(self.expert_indices(indices))
+        weights = self.expert_weights(weights)
         meet = functools.partial(self._meet, indices.shape)
         slots = self.expert_outputs(self.experts(x, weights, indices, meet))
         out = self.routed_output(slots.sum(2).to(x.dtype))

@@ -1,0 +1,197 @@
+"""What the residual stream is the sum of, and what each part says to the logits.
+
+The names are those of TransformerLens' ActivationCache; here the parts sum to the whole within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformer_std.model import HookedTransformer
+
+Stack = Float[Tensor, "component *axes hidden_size"]
+Labelled = Any  # a Stack, or with return_labels a pair of it and the components' names
+
+
+class Decomposition:
+    """Methods of an `ActivationCache` that holds the values they name; they raise `UnknownName` where it does not."""
+
+    model: HookedTransformer
+
+    def __getitem__(self, key: Any) -> Any:
+        raise NotImplementedError
+
+    def decompose_resid(
+        self, layer: int | None = None, *, mlp_input: bool = False, apply_ln: bool = False, return_labels: bool = False
+    ) -> Labelled:
+        """The contributions that sum to the stream entering block `layer` (None: leaving the last), or with
+        `mlp_input` to that block's `layer_mid`: the embedding, then every block's attention and MLP.
+
+        On a sandwich block the contributions are the post-norms' outputs. `apply_ln` sends each through the norm that
+        reads the sum, with its frozen scale.
+
+        Returns:
+            [component batch seq hidden_size], and with `return_labels` the labels: `embed`, `0_attn_out`, ...
+        """
+        at = self._layer(layer)
+        parts, labels = [self["layer_input", 0]], ["embed"]
+        for i in range(at):
+            parts += [self["attention_output", i], self["mlp_output", i]]
+            labels += [f"{i}_attn_out", f"{i}_mlp_out"]
+        if mlp_input:
+            parts.append(self["attention_output", at])
+            labels.append(f"{at}_attn_out")
+        return self._answer(torch.stack(parts), labels, layer, mlp_input, apply_ln, return_labels)
+
+    def accumulated_resid(
+        self, layer: int | None = None, *, incl_mid: bool = False, apply_ln: bool = False, return_labels: bool = False
+    ) -> Labelled:
+        """The stream entering each block up to `layer` (None: and leaving the last), with `incl_mid` between its
+        sublayers too, [component batch seq hidden_size]. `apply_ln`: through the norm that reads the last of them,
+        with its frozen scale."""
+        at = self._layer(layer)
+        parts, labels = [], []
+        for i in range(at + (layer is not None)):
+            parts.append(self["layer_input", i])
+            labels.append(f"{i}_pre")
+            if incl_mid and i < at:
+                parts.append(self["layer_mid", i])
+                labels.append(f"{i}_mid")
+        if layer is None:
+            parts.append(self["layer_output", at - 1])
+            labels.append("final_post")
+        return self._answer(torch.stack(parts), labels, layer, False, apply_ln, return_labels)
+
+    def stack_head_results(
+        self,
+        layer: int | None = None,
+        *,
+        post_norm: bool = True,
+        incl_remainder: bool = False,
+        apply_ln: bool = False,
+        return_labels: bool = False,
+    ) -> Labelled:
+        """Each head's contribution in the blocks before `layer`, [component batch seq hidden_size].
+
+        On a sandwich block it goes through the post-norm with its frozen scale, so that the heads and the projection's
+        bias sum to `attention_output`; without `post_norm` it is what enters that norm. `incl_remainder` adds what the
+        heads leave of the stream.
+        """
+        at = self._layer(layer)
+        parts, labels = [], []
+        for i in range(at):
+            heads = rearrange(self["attention_result", i], "batch seq head hidden -> head batch seq hidden")
+            norm = self.model.layers[i].self_attn.post_norm
+            if norm is not None and post_norm:
+                heads = frozen(norm, heads, self["attention_unnormed_output", i])
+            parts.append(heads)
+            labels += [f"L{i}H{head}" for head in range(len(heads))]
+        stack = torch.cat(parts) if parts else self["layer_input", 0].new_zeros(0, *self["layer_input", 0].shape)
+        if incl_remainder:
+            stack = torch.cat((stack, (self._stream(layer, False) - stack.sum(0))[None]))
+            labels.append("remainder")
+        return self._answer(stack, labels, layer, False, apply_ln, return_labels)
+
+    def apply_ln_to_stack(self, stack: Stack, layer: int | None = None, *, mlp_input: bool = False) -> Stack:
+        """Each part of a stream through the norm that reads it, with the scale, and for a LayerNorm the centring, of
+        the whole: block `layer`'s first norm, with `mlp_input` its second, with None the final one. Without the norm's
+        bias, which belongs to no part."""
+        at = self._layer(layer)
+        block = None if layer is None else self.model.layers[at]
+        norm = self.model.norm if block is None else block.mlp_norm if mlp_input else block.attention_norm
+        return frozen(norm, stack, self._stream(layer, mlp_input))
+
+    def logit_attrs(
+        self, stack: Stack, tokens: str | int | Tensor, incorrect_tokens: str | int | Tensor | None = None
+    ) -> Float[Tensor, "component batch seq"]:
+        """What each part of the last stream adds to the logit of `tokens`, less that of `incorrect_tokens`: through the
+        final norm with its frozen scale, then the head.
+
+        `tokens` is a text of one token, an id, or ids [batch] or [batch seq]. Over a stack that sums to the stream the
+        attributions, and `model.bias_logits` of the token, sum to the logit.
+        """
+        direction = self._direction(tokens)
+        if incorrect_tokens is not None:
+            direction = direction - self._direction(incorrect_tokens)
+        return (self.apply_ln_to_stack(stack) * direction).sum(-1)
+
+    def logit_lens(self, layer: int | None = None) -> Float[Tensor, "component batch seq vocab_size"]:
+        """The logits that the final norm, applied afresh, and the head make of the stream entering each block, and of
+        the one leaving the last."""
+        return self.model.project_on_vocab(self.accumulated_resid(layer))
+
+    def logit_lens_frozen(self, layer: int | None = None) -> Float[Tensor, "component batch seq vocab_size"]:
+        """As `logit_lens`, but with the final norm's scale as it was on the whole stream: differences between the
+        entries are then what each block adds to the logits."""
+        normed = self.apply_ln_to_stack(self.accumulated_resid(layer))
+        return self.model.lm_head(normed if (bias := norm_bias(self.model.norm)) is None else normed + bias)
+
+    def expert_counts(self, layer: int) -> Int[Tensor, " num_experts"]:
+        """How many slots of real tokens block `layer` sent to each expert."""
+        indices = self["expert_indices", layer][self["attention_mask"].bool()]
+        return torch.bincount(indices.flatten(), minlength=self.model.layers[layer].mlp.num_experts)
+
+    def routing_entropy(self, layer: int) -> Float[Tensor, " token"]:
+        """How undecided block `layer`'s router is at each real token, in nats: the entropy of its scores over all
+        experts, as shares of their sum; of the softmax of its logits where it scores each slot on its own."""
+        real = self["attention_mask"].bool()
+        if self.model.layers[layer].mlp.scoring == "sparsemixer":
+            shares = self["router_logits", layer][real].float().softmax(-1)
+        else:
+            shares = self["router_scores", layer][real].float()
+        return torch.special.entr(shares / shares.sum(-1, keepdim=True)).sum(-1)
+
+    def _layer(self, layer: int | None) -> int:
+        return self.model.num_layers if layer is None else self.model.names._index(layer)
+
+    def _stream(self, layer: int | None, mlp_input: bool) -> Tensor:
+        if layer is None:
+            return self["layer_output", self.model.num_layers - 1]
+        return self["layer_mid" if mlp_input else "layer_input", layer]
+
+    def _direction(self, tokens: str | int | Tensor) -> Tensor:
+        """The head's row of each token: [hidden_size], [batch 1 hidden_size] or [batch seq hidden_size]."""
+        if isinstance(tokens, str):
+            tokens = self.model.to_single_token(tokens)
+        rows = self.model.lm_head.weight[tokens]
+        return rows[:, None] if rows.ndim == 2 else rows
+
+    def _answer(
+        self,
+        stack: Tensor,
+        labels: Sequence[str],
+        layer: int | None,
+        mlp_input: bool,
+        apply_ln: bool,
+        return_labels: bool,
+    ) -> Labelled:
+        stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input) if apply_ln else stack
+        return (stack, list(labels)) if return_labels else stack
+
+
+def frozen(norm: nn.Module, stack: Stack, whole: Float[Tensor, "*axes hidden_size"]) -> Stack:
+    """`norm` as the linear map that it was on `whole`, without its bias."""
+    wide, parts = whole.float(), stack.float()
+    if isinstance(norm, nn.LayerNorm):
+        parts = parts - parts.mean(-1, keepdim=True)
+        wide = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return (parts * scale * norm.weight.float()).to(stack.dtype)
+
+
+def norm_bias(norm: nn.Module) -> Float[Tensor, " hidden_size"] | None:
+    return getattr(norm, "bias", None)
+
+
+def bias_logits(model: HookedTransformer) -> Float[Tensor, " vocab_size"]:
+    """The constant that the final norm's bias and the head's add to every logit, whatever the input."""
+    bias = norm_bias(model.norm)
+    logits = model.b_U
+    return logits if bias is None else logits + einsum(model.lm_head.weight, bias, "vocab hidden, hidden -> vocab")

@@ -1,0 +1,162 @@
+"""Hooks on a model and the cache of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_std.activation_cache import GRAD, ActivationCache
+from transformer_std.hook_points import Handle, HookPoint, Host
+from transformer_std.layouts import is_integer
+from transformer_std.names import Names, NamesFilter, UnknownName
+
+HookFn = Callable[[Any, HookPoint], Any]
+Pairs = Any  # a list of (names_filter, fn)
+Input = Any  # what forward takes
+
+
+class Hooked(Host):
+    """A root module whose `names` are the index of its tree."""
+
+    names: Names
+
+    def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, backward: bool = False) -> Handle:
+        """Attaches `fn(value, hook)` to every hook point that `name` means.
+
+        `fn` returns the new value, or None to leave it (or after editing it in place). A permanent hook survives
+        `reset_hooks`. With `backward` it is `fn(gradient, hook)`, called in the backward.
+
+        Returns:
+            A handle; `handle.remove()` detaches the hook.
+        """
+        if not callable(fn):
+            raise TypeError(f"a hook is a function fn(value, hook), not {fn!r}")
+        targets = self.names.targets(name)
+        if not targets:
+            raise UnknownName(f"{name!r} means no value of this model, so the hook could never fire")
+        handle = Handle("backward" if backward else "forward", fn, permanent)
+        for target in targets:
+            target.point.check_takes(handle)
+        for target in targets:
+            handle.attach(*target)
+        return handle
+
+    def reset_hooks(self, *, including_permanent: bool = False) -> None:
+        """Detaches every hook that is not permanent."""
+        for handle in {each.handle for point in self.names.points.values() for each in point._handles}:
+            if including_permanent or not handle.permanent:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def hooks(self, fwd_hooks: Pairs = (), bwd_hooks: Pairs = ()) -> Iterator[HookedTransformer]:
+        """Hooks for the length of a `with`; both arguments are lists of `(names_filter, fn)`."""
+        with self._attached(fwd_hooks, bwd_hooks) as handles:
+            try:
+                yield self
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    @contextlib.contextmanager
+    def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[list[Handle]]:
+        handles: list[Handle] = []
+        try:
+            for pair in fwd_hooks:
+                handles.append(self.add_hook(*_as_pair(pair, "fwd_hooks")))
+            for pair in bwd_hooks:
+                handles.append(self.add_hook(*_as_pair(pair, "bwd_hooks"), backward=True))
+            yield handles
+        finally:
+            for handle in handles:
+                handle.detach()
+
+    def run_with_hooks(self, input: Input, *, fwd_hooks: Pairs = (), bwd_hooks: Pairs = (), **forward: Any) -> Any:
+        """One forward with hooks, which are gone from the model afterwards.
+
+        Backward hooks stay with this run's graph and fire when `backward()` is called on its output.
+        """
+        with self._attached(fwd_hooks, bwd_hooks):
+            return self(input, **forward)
+
+    def run_with_cache(
+        self,
+        input: Input,
+        *,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        keep_graph: bool = False,
+        **forward: Any,
+    ) -> tuple[Any, ActivationCache]:
+        """One forward that keeps the values `names_filter` means.
+
+        Args:
+            names_filter: a full name, a value name (every layer that has it), a `(value, layer)` pair, a glob, a list
+                of these, or a function of the full name; None for all.
+            incl_bwd: keep gradients too, as `name_grad`. With `return_type="loss"` the backward is run here; else the
+                entries appear when `backward()` is called on something made of the output.
+            device: where the cached tensors go; the model stays.
+            remove_batch_dim: for a batch of one, values without the batch axis.
+            keep_graph: cached tensors stay in the autograd graph; else they are detached.
+
+        Returns:
+            What `forward` returns, and the cache. Watching `attention_scores` or `attention_probabilities` makes that
+            block compute its attention openly, which rounds differently from sdpa; load with
+            `attn_implementation="eager"` where the two must match.
+        """
+        points = self.names.resolve(names_filter)
+        cache = ActivationCache({}, self.names, self)
+        values, weak = cache._values, weakref.ref(cache)
+        placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
+
+        def keep(value: Any, hook: HookPoint) -> None:
+            values[hook.name] = placed(value if keep_graph or not isinstance(value, Tensor) else value.detach())
+
+        def keep_gradient(grad: Tensor, hook: HookPoint) -> None:
+            if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
+                alive._values[hook.name + GRAD] = placed(grad)
+
+        reader, gradients = Handle("read", keep), Handle("read_backward", keep_gradient)
+        try:
+            for point in points:
+                reader.attach(point)
+                if incl_bwd and not is_integer(point.layout):
+                    gradients.attach(point)
+            output = self(input, **forward)
+        finally:
+            reader.detach()
+            gradients.detach()
+        if incl_bwd and isinstance(output, Tensor) and output.ndim == 0:
+            output.backward()
+        return output, cache
+
+    def get_name(self, value: str, layer: int | None = None) -> str:
+        """The full name of `value`, on `layer` if it is a block's: `get_name("mlp_output", 3)`."""
+        return self.names.one(value if layer is None else (value, layer)).point.name
+
+    def support(self, layer: int | None = None) -> dict[str, Any]:
+        """Which values there are: name -> None, or {layer: why it has none}. With `layer`, name -> None or why not.
+        Nothing runs."""
+        return self.names.support(layer)
+
+
+def _as_pair(pair: Any, argument: str) -> tuple[Any, HookFn]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{argument} is a list of pairs (names_filter, fn); {pair!r} is none")
+    return pair[0], pair[1]
+
+
+def _placed(value: Any, device: torch.device | str | None, remove_batch_dim: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if remove_batch_dim and value.shape[0] != 1:
+        raise ValueError(f"remove_batch_dim is for a batch of one; this one has {value.shape[0]} rows")
+    value = value if device is None else value.to(device)
+    return value[0] if remove_batch_dim else value

@@ -1,0 +1,52 @@
+"""TransformerLens' names of our values, for habits and scripts that have them.
+
+Where TransformerLens has heads behind positions ([batch pos head d_head]: queries, keys, values), a hook or look-up by
+its name speaks its order of axes; every other value has one order in both.
+"""
+
+from __future__ import annotations
+
+import re
+
+NAMES = {
+    "hook_embed": "token_embeddings",
+    "blocks.{i}.hook_resid_pre": "layers.{i}.layer_input",
+    "blocks.{i}.ln1.hook_normalized": "layers.{i}.attention_norm_output",
+    "blocks.{i}.attn.hook_q": "layers.{i}.self_attn.attention_queries_before_rotary",
+    "blocks.{i}.attn.hook_k": "layers.{i}.self_attn.attention_keys_before_rotary",
+    "blocks.{i}.attn.hook_v": "layers.{i}.self_attn.attention_values",
+    "blocks.{i}.attn.hook_rot_q": "layers.{i}.self_attn.attention_queries",
+    "blocks.{i}.attn.hook_rot_k": "layers.{i}.self_attn.attention_keys",
+    "blocks.{i}.attn.hook_attn_scores": "layers.{i}.self_attn.attention_scores",
+    "blocks.{i}.attn.hook_pattern": "layers.{i}.self_attn.attention_probabilities",
+    "blocks.{i}.attn.hook_z": "layers.{i}.self_attn.attention_premix",
+    "blocks.{i}.attn.hook_result": "layers.{i}.self_attn.attention_result",
+    "blocks.{i}.hook_attn_out": "layers.{i}.self_attn.attention_output",
+    "blocks.{i}.hook_resid_mid": "layers.{i}.layer_mid",
+    "blocks.{i}.ln2.hook_normalized": "layers.{i}.mlp_norm_output",
+    "blocks.{i}.mlp.hook_pre": "layers.{i}.mlp.mlp_preactivation",
+    "blocks.{i}.mlp.hook_pre_linear": "layers.{i}.mlp.mlp_up",
+    "blocks.{i}.mlp.hook_post": "layers.{i}.mlp.mlp_neurons",
+    "blocks.{i}.mlp.hook_expert_weights": "layers.{i}.mlp.expert_weights",
+    "blocks.{i}.mlp.hook_expert_indices": "layers.{i}.mlp.expert_indices",
+    "blocks.{i}.hook_mlp_out": "layers.{i}.mlp.mlp_output",
+    "blocks.{i}.hook_resid_post": "layers.{i}.layer_output",
+    "ln_final.hook_normalized": "final_norm_output",
+}
+# What TransformerLens' get_act_name takes: the last part, without hook_.
+SHORT = {lens.rpartition("hook_")[2]: ours.rpartition(".")[2] for lens, ours in NAMES.items() if "ln" not in lens}
+HEADS_BEHIND = {"attention_queries", "attention_keys", "attention_values"} | {
+    f"attention_{each}_before_rotary" for each in ("queries", "keys")
+}
+
+
+def translate(name: str) -> str | None:
+    """Our name for a TransformerLens name, with a block's index or any pattern in its place; None where it is none."""
+    found = re.fullmatch(r"blocks\.([^.]+)\.(.+)", name)
+    block, template = (found[1], f"blocks.{{i}}.{found[2]}") if found else ("", name)
+    return NAMES[template].format(i=block) if template in NAMES else None
+
+
+def heads_behind(value: str) -> bool:
+    """Whether TransformerLens has this value of ours as [batch pos head d_head]."""
+    return value in HEADS_BEHIND
