@@ -75,7 +75,13 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
             raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json")
-    return _convert_config(_read_json(folder / "config.json"))
+    config = _convert_config(_read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    return _with_generation(config, _read_json(generation)) if generation.exists() else config
+
+
+def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
+    return dataclasses.replace(config, origin=dataclasses.replace(config.origin, generation=generation))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -132,6 +138,8 @@ def load(
         raise TypeError(f"source is {type(source).__name__}: give a folder, a Hub id, or a live transformers model")
     if isinstance(source, nn.Module):
         config = _convert_config(source.config.to_dict())
+        generation = source.generation_config.to_dict() if getattr(source, "generation_config", None) else {}
+        config = _with_generation(config, generation)
         rules, tensors = family_of(config).WEIGHTS, LiveTensors(source.state_dict())
         dtype = dtype or next(source.parameters()).dtype
     else:

@@ -124,7 +124,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
     norm = Norm("rms", hf.number("rms_norm_eps", 1e-5), cast="after_weight", wide_in_half=True)
     bias = hf.flag("attention_bias", False)
     activation = hf.one_of("hidden_act", ACTIVATIONS, "silu")
-    rotary, window = plain_rotary(hf.rope(theta=10_000.0), head_dim, hf.family), hf.whole("sliding_window", 1024)
+    rotary, window = plain_rotary(hf.rope(theta=10_000.0), head_dim, hf.family), hf.width("sliding_window", 1024)
     dense = Mlp(hf.whole("intermediate_size", 6144), activation, kind="gated")
     width = hf.whole("moe_intermediate_size", 1408)
     mixture = Mixture(
@@ -133,12 +133,13 @@ def config(hf: ConfigReader) -> TransformerConfig:
         num_experts=hf.whole("num_experts", 64),
         top_k=hf.whole("num_experts_per_tok", 6),
         router=SigmoidTopK(hf.number("route_scale", 1.0)),
-        shared=Mlp(width * hf.whole("num_shared_experts", 2), activation, kind="gated"),
+        shared=Mlp(width * hf.whole("num_shared_experts", 2, least=0), activation, kind="gated"),
     )
     if mixture.top_k > mixture.num_experts:
         raise ConfigError(f"config: {mixture.top_k} experts a token of {mixture.num_experts}")
-    dense_layers, every = hf.whole("num_dense_layers", 1, least=0), hf.whole("global_attn_every_n_layers", 4)
-    by_rule = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    dense_layers = hf.whole("num_dense_layers", 1, least=0)
+    every = hf.whole("global_attn_every_n_layers", 4, least=0 if hf.take("layer_types") else 1)
+    by_rule = ["sliding_attention" if every and (i + 1) % every else "full_attention" for i in range(count)]
     layers = tuple(
         Layer(
             "sequential",
@@ -159,8 +160,10 @@ def config(hf: ConfigReader) -> TransformerConfig:
         )
         for i, kind in enumerate(hf.layer_types(count, by_rule))
     )
+    vocab_size = hf.whole("vocab_size", 200192)
     return TransformerConfig(
-        vocab_size=hf.whole("vocab_size", 200192),
+        vocab_size=vocab_size,
+        padding_id=hf.token("pad_token_id", vocab_size),
         hidden_size=hidden_size,
         intermediate_size=dense.intermediate_size,
         max_length=hf.whole("max_position_embeddings", 16384),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.checkpoint import CheckpointError
-from converters.rules import Copy, Ignore, Rule, match, written_by
+from converters.rules import Copy, Ignore, Rule, Stack, match, written_by
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -68,6 +68,9 @@ def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> 
         rule, source, numbers = found
         if isinstance(rule, Ignore):
             continue
+        if isinstance(rule, Stack) and numbers["e"] >= len(ours[rule.ours.format(**numbers)]):
+            problems.append(f"left over: {name}, an expert more than the config has, in {tensors.origin(name)}")
+            continue
         target, part = rule.ours.format(**numbers), (numbers.get("e", 0), source)
         if part in plan[target]:
             problems.append(f"twice: {name} and {plan[target][part]} are both {target}")
@@ -107,8 +110,8 @@ def _missing(target: str, shape: list[int], parts: Parts, rules: list[Rule]) -> 
 
 
 def _gather(parameter: nn.Parameter, parts: Parts, tensors: Tensors, dtype: torch.dtype) -> nn.Parameter:
-    if len(parts) == 1:
-        (name,) = parts.values()
+    name = parts[0, 0]
+    if tensors.shape(name) == list(parameter.shape):
         value = tensors.tensor(name).detach().to(dtype)
         return nn.Parameter(value.view(parameter.shape), requires_grad=parameter.requires_grad)
     sources = 1 + max(source for _, source in parts)

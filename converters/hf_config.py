@@ -54,6 +54,20 @@ class ConfigReader:
             raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a whole number of at least {least}")
         return value
 
+    def token(self, key: str, vocab_size: int, default: int | None = None) -> int | None:
+        """A token's id, or None where the config says null."""
+        self._read.add(key)
+        value = self._values.get(key, default)
+        if value is not None and not (isinstance(value, int) and -vocab_size <= value < vocab_size):
+            raise ConfigError(f"config.{key} is {value!r}; the vocabulary has {vocab_size}")
+        return value
+
+    def width(self, key: str, default: int) -> int:
+        """A whole number that may be absent, but not null."""
+        if key in self._values and self._values[key] is None:
+            raise ConfigError(f"config.{key} is null; {self.family} needs a whole number")
+        return self.whole(key, default)
+
     def number(self, key: str, default: float) -> float:
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -98,7 +112,11 @@ class ConfigReader:
     def layer_types(self, count: int, by_rule: list[str]) -> list[str]:
         """Each block's kind of attention: `layer_types`, which wins, or what the family's rule makes."""
         kinds = self.take("layer_types", by_rule)
-        if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != count
+            or not set(kinds) <= {"full_attention", "sliding_attention"}
+        ):
             raise ConfigError(
                 f"config.layer_types is {kinds!r}"[:200] + f"; {self.family} needs full_attention or sliding_attention "
                 f"for each of its {count} layers"
@@ -142,6 +160,8 @@ class ConfigReader:
 def plain_rotary(rope: dict[str, Any], head_dim: int, family: str, *, joined: bool = False) -> Rotary:
     """Rotary without scaling. Raises `ConfigError` on settings it does not have."""
     _check_rope(rope, {"default"}, {"rope_theta", "partial_rotary_factor"}, family)
+    if not joined and rope.get("partial_rotary_factor") not in (None, 1):
+        raise ConfigError(f"partial_rotary_factor is {rope['partial_rotary_factor']}; {family} turns whole heads")
     return Rotary(_rotary_dims(rope, head_dim), rope["rope_theta"], joined=joined)
 
 
@@ -157,7 +177,10 @@ def longrope(rope: dict[str, Any], head_dim: int, family: str, known: tuple[str,
             size = len(values) if isinstance(values, (list, tuple)) else None
             raise ConfigError(f"rope {key} needs {dims // 2} numbers, half the {dims} rotated dimensions, not {size}")
         factors.append(tuple(float(value) for value in values))
-    return Rotary(dims, rope["rope_theta"], *factors, rope["original_max_position_embeddings"])
+    original = rope["original_max_position_embeddings"]
+    if not isinstance(original, int) or original < 1:
+        raise ConfigError(f"rope original_max_position_embeddings is {original!r}; {family} needs a whole number")
+    return Rotary(dims, rope["rope_theta"], *factors, original)
 
 
 def _check_rope(rope: dict[str, Any], kinds: set[str], keys: set[str], family: str) -> None:

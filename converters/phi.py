@@ -93,8 +93,10 @@ def config(hf: ConfigReader) -> TransformerConfig:
         kind="plain",
         bias=True,
     )
+    vocab_size = hf.whole("vocab_size", 51200)
     return TransformerConfig(
-        vocab_size=hf.whole("vocab_size", 51200),
+        vocab_size=vocab_size,
+        padding_id=hf.token("pad_token_id", vocab_size),
         hidden_size=hidden_size,
         intermediate_size=mlp.intermediate_size,
         max_length=hf.whole("max_position_embeddings", 2048),

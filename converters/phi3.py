@@ -84,8 +84,10 @@ def config(hf: ConfigReader) -> TransformerConfig:
         fused=True,
     )
     mlp = Mlp(hf.whole("intermediate_size", 8192), hf.one_of("hidden_act", ACTIVATIONS, "silu"), kind="fused")
+    vocab_size = hf.whole("vocab_size", 32064)
     return TransformerConfig(
-        vocab_size=hf.whole("vocab_size", 32064),
+        vocab_size=vocab_size,
+        padding_id=hf.token("pad_token_id", vocab_size, 32000),
         hidden_size=hidden_size,
         intermediate_size=mlp.intermediate_size,
         max_length=max_length,

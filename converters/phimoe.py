@@ -104,8 +104,10 @@ def config(hf: ConfigReader) -> TransformerConfig:
         top_k=2,
         router=SparseMixer(hf.number("router_jitter_noise", 0.01), hf.number("input_jitter_noise", 0.0)),
     )
+    vocab_size = hf.whole("vocab_size", 32064)
     return TransformerConfig(
-        vocab_size=hf.whole("vocab_size", 32064),
+        vocab_size=vocab_size,
+        padding_id=hf.token("pad_token_id", vocab_size),
         hidden_size=hidden_size,
         intermediate_size=mixture.intermediate_size,
         max_length=max_length,
@@ -117,11 +119,11 @@ def config(hf: ConfigReader) -> TransformerConfig:
 
 
 def _rotary(hf: ConfigReader, head_dim: int, max_length: int) -> Rotary:
-    rope = hf.rope(theta=1_000_000.0, partial=None)
-    outer = hf.take("original_max_position_embeddings")
+    rope = hf.rope(theta=1_000_000.0)
+    hf.ignore("original_max_position_embeddings", because="transformers reads it within the rope settings")
     if rope["rope_type"] != "longrope":
         return plain_rotary(rope, head_dim, hf.family)
-    rope.setdefault("original_max_position_embeddings", outer or max_length)
+    rope.setdefault("original_max_position_embeddings", max_length)
     rotary = longrope(rope, head_dim, hf.family, known=("short_mscale", "long_mscale", "factor", "attention_factor"))
     scales = [rope.get(key) for key in ("short_mscale", "long_mscale")]
     if not all(isinstance(scale, (int, float)) for scale in scales):

@@ -109,13 +109,15 @@ def config(hf: ConfigReader) -> TransformerConfig:
         num_experts=hf.whole("num_experts", 60, least=0),
         top_k=hf.whole("num_experts_per_tok", 4),
         router=SoftmaxTopK(normalized=hf.flag("norm_topk_prob", False)),
-        shared=Mlp(hf.whole("shared_expert_intermediate_size", 5632), activation, kind="gated"),
+        shared=Mlp(hf.whole("shared_expert_intermediate_size", 5632, least=0), activation, kind="gated"),
         shared_gate=True,
         shared_first=True,
     )
     if 0 < mixture.num_experts < mixture.top_k:
         raise ConfigError(f"config: {mixture.top_k} experts a token of {mixture.num_experts}")
     step, only = hf.whole("decoder_sparse_step", 1), hf.take("mlp_only_layers", [])
+    if not isinstance(only, list) or not all(isinstance(i, int) for i in only):
+        raise ConfigError(f"config.mlp_only_layers is {only!r}; qwen2_moe needs a list of layer numbers")
     layers = tuple(
         Layer(
             "sequential",
@@ -125,8 +127,10 @@ def config(hf: ConfigReader) -> TransformerConfig:
         )
         for i, window in enumerate(_windows(hf, count))
     )
+    vocab_size = hf.whole("vocab_size", 151936)
     return TransformerConfig(
-        vocab_size=hf.whole("vocab_size", 151936),
+        vocab_size=vocab_size,
+        padding_id=hf.token("pad_token_id", vocab_size),
         hidden_size=hidden_size,
         intermediate_size=dense.intermediate_size,
         max_length=hf.whole("max_position_embeddings", 32768),
@@ -138,7 +142,8 @@ def config(hf: ConfigReader) -> TransformerConfig:
 
 def _windows(hf: ConfigReader, count: int) -> list[int | None]:
     """The window of each block; with `use_sliding_window` off there is none, whatever the other keys say."""
-    on, window = hf.flag("use_sliding_window", False), hf.whole("sliding_window", 4096, least=0)
+    on = hf.flag("use_sliding_window", False)
+    window = hf.width("sliding_window", 4096) if on else hf.take("sliding_window")
     below = hf.whole("max_window_layers", 28, least=0)
     by_rule = ["sliding_attention" if i % 2 == 0 and i < below else "full_attention" for i in range(count)]
     return [window if on and kind == "sliding_attention" else None for kind in hf.layer_types(count, by_rule)]

@@ -136,9 +136,10 @@ class Run:
         """Records a value where the forward has it, after any edit of it; `put` writes what `view` shows."""
         if (edit := self.edits.get(name)) is not None:
             tensor = tensor if stream else laid_out_as(tensor, tensor)
-            seen = view(tensor)
-            new = edit(seen)
-            tensor = (put or into_view(view))(tensor, seen if new is None else new)
+            with torch._C.DisableTorchFunction():  # an edit's own calls are not the forward's
+                seen = view(tensor)
+                new = edit(seen)
+                tensor = (put or into_view(view))(tensor, seen if new is None else new)
         if tensor.requires_grad:
             tensor.retain_grad()
         self.bases[name], self.views[name] = tensor, view

@@ -72,6 +72,13 @@ def test_a_config_of_defaults_is_transformers_defaults() -> None:
         assert ours == theirs
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "short_mscale": 1.0,
+    "long_mscale": 1.0,
+}
 BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("phi", {"model_type": "phi9"}, "model_type is 'phi9' .*supported are"),
     ("phi3", {"model_type": "phi3small"}, "model_type is 'phi3small' .another architecture than phi3, in spite"),
@@ -91,6 +98,15 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"tie_word_embeddings": "yes"}, "config.tie_word_embeddings is 'yes'"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "needs 8 numbers"),
     ("phi", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.32}}, "turns 5 of 16"),
+    ("qwen2_moe", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "qwen2_moe turns whole heads"),
+    ("qwen2_moe", {"mlp_only_layers": ["0"]}, "needs a list of layer numbers"),
+    ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts a token of 7"),
+    ("afmoe", {"partial_rotary_factor": 0.5}, "afmoe turns whole heads"),
+    ("afmoe", {"layer_types": ["full_attention"]}, "for each of its 4 layers"),
+    ("afmoe", {"score_func": "softmax"}, "afmoe implements 'sigmoid'"),
+    ("afmoe", {"n_group": 2}, "config.n_group is 2"),
+    ("phimoe", {"rope_parameters": {**LONGROPE, "short_mscale": None}}, "short_mscale and long_mscale are"),
+    ("phimoe", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": "8"}}, "needs a whole number"),
 ]  # fmt: skip
 
 
@@ -170,6 +186,16 @@ def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
         HookedTransformer.from_pretrained(folder)
     for line in (f"missing: {norm}", "left over: extra", "not floating: model.embed_tokens.weight is torch.int"):
         assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["phimoe", "qwen2_moe", "afmoe"])
+def test_an_expert_too_many(family: str, own_copy: Folders) -> None:
+    folder = own_copy(NAMED[f"{family}-base"])
+    whole = tensors_of(folder)
+    name = next(name for name in whole if ".experts.0." in name)
+    extra = name.replace(".experts.0.", ".experts.9.")
+    write_tensors(folder, {**whole, extra: whole[name].clone()})
+    refused(folder, f"left over: {re.escape(extra)}, an expert more than the config has")
 
 
 def test_a_failed_fill_changes_nothing(own_copy: Folders) -> None:

@@ -278,3 +278,28 @@ def test_both_names_of_the_architecture(own_copy: Folders) -> None:
     expected = HookedTransformer.from_pretrained(folder)(prompt())
     edit_config(folder, architectures=["PhiMoEForCausalLM"])
     assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_in_half_precision(dtype: torch.dtype, checkpoints: Folders) -> None:
+    for base in BASES:
+        ours, reference = both(checkpoints(base), "sdpa", dtype)
+        tokens = prompt(64)  # holds the padding id, whose embedding gets no gradient
+        assert (tokens == 0).any()
+        ours(tokens).float().square().mean().backward()
+        reference.model(tokens).logits.float().square().mean().backward()
+        check_parameter_gradients(ours, reference.model)
+
+
+@torch.no_grad()
+def test_one_expert_and_no_shared_one(tmp_path: Path) -> None:
+    from tests.tiny import build
+
+    odd = {
+        "one": Recipe("afmoe", "one", {"num_experts": 1, "num_experts_per_tok": 1}),
+        "none": Recipe("afmoe", "none", {"num_shared_experts": 0}),
+    }
+    for name, recipe in odd.items():
+        ours, reference = both(build(recipe, tmp_path / name), "sdpa")
+        for tokens in (prompt(), prompt(1, 1)):
+            assert torch.equal(ours(tokens), reference.model(tokens).logits), name

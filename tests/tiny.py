@@ -128,7 +128,8 @@ def as_released(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     rope = dict(config["rope_parameters"])
     theta, partial, kind = (rope.pop(key, None) for key in ("rope_theta", "partial_rotary_factor", "rope_type"))
-    rope.pop("original_max_position_embeddings", None)
+    if config["model_type"] == "phi3":  # its files have it at the top level
+        rope.pop("original_max_position_embeddings", None)
     edit_config(
         folder,
         rope_parameters=None,

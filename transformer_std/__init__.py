@@ -3,9 +3,18 @@
 from transformer_std.activation_cache import ActivationCache
 from transformer_std.config import TransformerConfig
 from transformer_std.hook_points import HookPoint, Unavailable
+from transformer_std.kv_cache import KVCache
 from transformer_std.model import HookedTransformer
 from transformer_std.names import UnknownName
 
 __version__ = "0.1.0"
 
-__all__ = ["ActivationCache", "HookPoint", "HookedTransformer", "TransformerConfig", "Unavailable", "UnknownName"]
+__all__ = [
+    "ActivationCache",
+    "HookPoint",
+    "HookedTransformer",
+    "KVCache",
+    "TransformerConfig",
+    "Unavailable",
+    "UnknownName",
+]

@@ -120,10 +120,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which release a model came from: the converter's name and the release's own config, so it can be written back."""
+    """Which release a model came from: the converter's name and the release's own config and generation config, so that
+    they can be written back."""
 
     family: str
     config: dict[str, Any]
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def special(self) -> dict[str, Any]:
+        """The special tokens' ids; the generation config's, where it has them."""
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return {key: self.generation.get(key, self.config.get(key)) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ class TransformerConfig:
     """A decoder-only transformer.
 
     `intermediate_size` is the release's headline number; each block's own is in its entry. `max_length` is the context
-    in tokens; nothing that is built grows with it.
+    in tokens; nothing that is built grows with it. The embedding of `padding_id` gets no gradient.
     """
 
     vocab_size: int
@@ -143,6 +151,7 @@ class TransformerConfig:
     embedding_multiplier: float | None = None
     tied_head: bool = False
     head_bias: bool = False
+    padding_id: int | None = None
     dtype: str | None = None
     origin: Origin | None = field(default=None, compare=False, repr=False)
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from transformer_std.analysis import Analysis
 from transformer_std.components.blocks import BLOCKS
-from transformer_std.components.functions import prompt_angles, rotary_angles, visible
+from transformer_std.components.functions import prompt_angles, rotary_angles, seen_keys, visible
 from transformer_std.components.norms import build_norm
 from transformer_std.config import TransformerConfig
+from transformer_std.generation import Generation
 from transformer_std.hook_points import HookPoint
 from transformer_std.hooking import Hooked
+from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
 from transformer_std.modules import Embedding, Linear
 from transformer_std.names import Names
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 Input = Any
 
 
-class HookedTransformer(Hooked, Text, Analysis):
+class HookedTransformer(Hooked, Text, Analysis, Generation):
     """A decoder-only transformer whose every standard value is read and written by name.
 
     `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
@@ -64,7 +66,7 @@ class HookedTransformer(Hooked, Text, Analysis):
             raise ValueError(f"attn_implementation is {attn_implementation!r}; give 'sdpa' or 'eager'")
         self.config, self.attn_implementation, self._tokenizer = config, attn_implementation, tokenizer
         eager = attn_implementation == "eager"
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.padding_id)
         self.layers = nn.ModuleList(BLOCKS[each.kind](each, config.hidden_size, eager) for each in config.layers)
         self.norm = build_norm(config.norm, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -150,6 +152,7 @@ class HookedTransformer(Hooked, Text, Analysis):
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        kv_cache: KVCache | None = None,
         return_type: str | None = "logits",
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
@@ -159,8 +162,11 @@ class HookedTransformer(Hooked, Text, Analysis):
         Args:
             input: text, a list of texts (left-padded together), token ids [batch seq], or with `start_at_layer` the
                 stream [batch seq hidden_size] entering that block.
-            attention_mask: [batch seq], zeros for padding. A mask given wins over the tokenizer's.
+            attention_mask: [batch seq], zeros for padding. A mask given wins over the tokenizer's. With a `kv_cache` it
+                is of the new positions, or of the ones that the cache holds and the new ones.
             position_ids: [batch seq]. Without them positions count real tokens from 0.
+            kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
+                were given, also where a longrope's factors change later.
             return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
                 nats; "both" as a pair; or None.
             start_at_layer: the first block to run.
@@ -170,18 +176,20 @@ class HookedTransformer(Hooked, Text, Analysis):
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type is {return_type!r}; give 'logits', 'loss', 'both' or None")
         first, last = self._span(start_at_layer, stop_at_layer)
+        if kv_cache is not None and (first, last) != (0, self.num_layers):
+            raise ValueError("a kv_cache needs all layers: leave out start_at_layer and stop_at_layer")
         tokens = None
         if start_at_layer is None:
-            tokens, attention_mask = self._read_input(input, attention_mask)
+            tokens, attention_mask = self._read_input(input, attention_mask, kv_cache)
             stream = self._embed(tokens)
         else:
             stream = self._check_stream(input)
             attention_mask = self._check_mask(attention_mask, stream.shape[:2])
         if self.attention_mask.watched:
-            shape, device = stream.shape[:2], stream.device
-            given = torch.ones(shape, dtype=torch.long, device=device) if attention_mask is None else attention_mask
-            attention_mask = self.attention_mask(given)
-        stream = self._run_blocks(stream, attention_mask, position_ids, first, last)
+            batch, seq = stream.shape[0], stream.shape[1] + (0 if kv_cache is None else len(kv_cache))
+            ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
+            attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
+        stream = self._run_blocks(stream, attention_mask, position_ids, kv_cache, first, last)
         if stop_at_layer is not None:
             return stream
         logits = self._read_out(stream)
@@ -194,7 +202,9 @@ class HookedTransformer(Hooked, Text, Analysis):
         loss = next_token_loss(logits, tokens, attention_mask)
         return loss if return_type == "loss" else (logits, loss)
 
-    def _read_input(self, input: Input, attention_mask: Tensor | None) -> tuple[Tokens, Tensor | None]:
+    def _read_input(
+        self, input: Input, attention_mask: Tensor | None, kv_cache: KVCache | None
+    ) -> tuple[Tokens, Tensor | None]:
         if not isinstance(input, Tensor):
             tokens, own_mask = self._encode(input)
             attention_mask = own_mask if attention_mask is None else attention_mask
@@ -209,6 +219,10 @@ class HookedTransformer(Hooked, Text, Analysis):
             raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
         tokens = self.input_ids(tokens.to(self.embed_tokens.weight.device, torch.long))
         self.input_size((tokens.shape[0], tokens.shape[1]))
+        if kv_cache is not None:
+            kv_cache.check(self.config, len(tokens))
+            mask = kv_cache.whole_mask(attention_mask, *tokens.shape)
+            return tokens, None if mask is None else mask.to(tokens.device)
         return tokens, self._check_mask(attention_mask, tokens.shape)
 
     def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
@@ -262,19 +276,33 @@ class HookedTransformer(Hooked, Text, Analysis):
         return stream if multiplier is None else stream * multiplier
 
     def _run_blocks(
-        self, stream: Residual, mask: Tensor | None, position_ids: Tensor | None, first: int, last: int
+        self,
+        stream: Residual,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        kv_cache: KVCache | None,
+        first: int,
+        last: int,
     ) -> Residual:
         seq, dtype, device = stream.shape[1], stream.dtype, stream.device
         padding = None if mask is None or bool(mask.all()) else mask.bool()
-        if position_ids is None and padding is None:
+        past = 0 if kv_cache is None else len(kv_cache)
+        if position_ids is None and padding is None and not past:
             angles = [rotary and prompt_angles(rotary, seq, dtype, device) for rotary in self._rotaries]
         else:
-            positions = (padding.cumsum(-1) - 1).clamp(min=0) if position_ids is None else position_ids
-            positions = self._check_positions(positions, stream)
+            if position_ids is None and padding is None:
+                position_ids = torch.arange(past, past + seq, device=device)[None]
+            elif position_ids is None:
+                position_ids = (padding.cumsum(-1) - 1).clamp(min=0)[:, past:]
+            positions = self._check_positions(position_ids, stream)
             angles = [rotary and rotary_angles(rotary, positions, dtype) for rotary in self._rotaries]
-        masks = [visible(padding, seq, seq, window, device) for window in self._windows]
-        for block, (rotary, window) in zip(self.layers[first:last], self._kinds[first:last], strict=True):
-            stream = block(stream, angles[rotary], masks[window])
+        masks = [visible(padding, seq, seen_keys(past, seq, window), window, device) for window in self._windows]
+        layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
+        kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
+        for block, ((rotary, window), cache) in zip(self.layers[first:last], kinds, strict=True):
+            stream = block(stream, angles[rotary], masks[window], cache)
+        if kv_cache is not None:
+            kv_cache.advance(mask if padding is not None else None, len(stream), seq)
         return stream
 
     def _read_out(self, stream: Residual) -> Logits:

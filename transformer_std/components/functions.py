@@ -75,16 +75,21 @@ def causal(queries: int, keys: int, window: int | None, device: torch.device) ->
 
 
 def visible(
-    padding: Bool[Tensor, "batch key"] | None, queries: int, keys: int, window: int | None, device: torch.device
+    padding: Bool[Tensor, "batch position"] | None, queries: int, keys: int, window: int | None, device: torch.device
 ) -> Bool[Tensor, "rows 1 query key"] | None:
     """What each query sees; None where that is all keys up to its own, which needs no mask to say.
 
-    `padding` is False on padding.
+    `padding` is False on padding; where it is of more positions than there are keys, the last ones count.
     """
     if padding is None and queries in (1, keys) and (window is None or keys < window):
         return None
     seen = causal(queries, keys, window, device)[None, None]
-    return seen if padding is None else seen & padding[:, None, None, :]
+    return seen if padding is None else seen & padding[:, None, None, -keys:]
+
+
+def seen_keys(past: int, new: int, window: int | None) -> int:
+    """How many keys the queries of `new` positions attend over when `past` were read before."""
+    return new + (past if window is None else min(past, window - 1))
 
 
 def expand_kv(heads: Float[Tensor, "batch kv_heads key dim"], groups: int) -> Float[Tensor, "batch heads key dim"]:
