@@ -126,6 +126,9 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    device_map: Any = None,
+    max_memory: Any = None,
+    offload_folder: Any = None,
     revision: str | None = None,
     attn_implementation: str = "sdpa",
     tokenizer: Any = None,
@@ -154,6 +157,10 @@ def load(
     with torch.device("meta"):
         model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
     fill(model, tensors, rules, dtype)
+    if device_map is not None:
+        from converters.placing import place
+
+        return place(model, device_map, max_memory, offload_folder)
     return model if device is None else model.to(device)
 
 

@@ -196,7 +196,7 @@ class Generation:
             raise ValueError(
                 f"the prompt has {tokens.shape[1]} tokens; the model's context is {self.config.max_length}"
             )
-        device = self.embed_tokens.weight.device  # type: ignore[attr-defined]
+        device = self.input_device  # type: ignore[attr-defined]
         return tokens.to(device), None if mask is None else mask.to(device)
 
     def _stopping(self, stop_at_eos: bool = True, eos_token_id: Any = None, stop_strings: Any = None) -> Stopping:
@@ -210,7 +210,7 @@ class Generation:
             from transformers import StopStringCriteria
 
             strings = StopStringCriteria(self.tokenizer, stop_strings)  # type: ignore[attr-defined]
-        device = self.embed_tokens.weight.device  # type: ignore[attr-defined]
+        device = self.input_device  # type: ignore[attr-defined]
         return Stopping(torch.tensor(ids if stop_at_eos else [], dtype=torch.long, device=device), strings, pad)
 
     def _as_text(self, input: Any, tokens: Tokens, mask: Tensor | None) -> str | list[str]:

@@ -89,6 +89,9 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        max_memory: dict[Any, Any] | None = None,
+        offload_folder: str | Path | None = None,
         revision: str | None = None,
         attn_implementation: str = "sdpa",
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
@@ -100,6 +103,9 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
                 transformers model, whose tensors are then shared.
             dtype: None keeps the config's, or else the tensors' own.
             device: None keeps the weights memory-mapped on the CPU.
+            device_map: "auto", or a dict from parts of the tree (`layers.3`) to devices, "cpu" or "disk": the model is
+                spread over them by accelerate (extra `big`). `max_memory` limits each device, as accelerate takes it;
+                what is put on "disk" goes to `offload_folder`.
             revision: branch, tag or commit of a Hub id.
             attn_implementation: "sdpa", or "eager" for the open path everywhere, as transformers' eager attention.
             tokenizer: one to use in place of the checkpoint's own, or where to find it.
@@ -114,6 +120,9 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             source,
             dtype=dtype,
             device=device,
+            device_map=device_map,
+            max_memory=max_memory,
+            offload_folder=offload_folder,
             revision=revision,
             attn_implementation=attn_implementation,
             tokenizer=tokenizer,
@@ -217,7 +226,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             )
         if tokens.numel() == 0:
             raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
-        tokens = self.input_ids(tokens.to(self.embed_tokens.weight.device, torch.long))
+        tokens = self.input_ids(tokens.to(self.input_device, torch.long))
         self.input_size((tokens.shape[0], tokens.shape[1]))
         if kv_cache is not None:
             kv_cache.check(self.config, len(tokens))
@@ -230,7 +239,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
         if mask is not None and tuple(mask.shape) != tuple(size):
             raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
-        return None if mask is None else mask.to(self.embed_tokens.weight.device)
+        return None if mask is None else mask.to(self.input_device)
 
     def _check_positions(self, positions: Tensor, stream: Residual) -> Int[Tensor, "batch seq"]:
         if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
@@ -320,6 +329,13 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         return printout(self)
 
     # -- sizes and weights ---------------------------------------------------------------------------------------
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids go: the embedding's device, or the one it is brought to when it is called."""
+        hook = getattr(self.embed_tokens, "_hf_hook", None)
+        at = getattr(hook, "execution_device", None)
+        return self.embed_tokens.weight.device if at is None else torch.device(at)
 
     @property
     def num_layers(self) -> int:

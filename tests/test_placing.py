@@ -1,0 +1,80 @@
+"""A model partly on disk, and compiled: the same numbers, hooks and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import BASES, Recipe, prompt
+from transformer_std import HookedTransformer
+
+Folders = Callable[[Recipe], Path]
+
+
+def spread(model: HookedTransformer) -> dict[str, str]:
+    """Every other block, and the head, on disk."""
+    blocks = {f"layers.{i}": "disk" if i % 2 else "cpu" for i in range(model.num_layers)}
+    return {"embed_tokens": "cpu", **blocks, "norm": "cpu", "lm_head": "disk"}
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda base: base.id)
+@torch.no_grad()
+def test_a_model_partly_on_disk(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
+    whole = HookedTransformer.from_pretrained(checkpoints(base))
+    # Another file, other addresses, other last bits: a copy of the whole is the fair other side.
+    spreaded = HookedTransformer.from_pretrained(
+        checkpoints(base), device_map=spread(whole), offload_folder=tmp_path / "offload"
+    )
+    assert spreaded.layers[1].self_attn.o.weight.is_meta
+    expected, clean = whole.run_with_cache(prompt())
+    logits, cache = spreaded.run_with_cache(prompt())
+    assert list(cache) == list(clean)
+    torch.testing.assert_close(logits, expected)
+    for name, value in cache.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(value, clean[name], msg=name)
+
+    def double(value: Tensor, hook: Any) -> Tensor:
+        return value * 2
+
+    for name in ("attention_result", "mlp_output"):
+        ours = spreaded.run_with_hooks(prompt(), fwd_hooks=[((name, 1), double)])
+        torch.testing.assert_close(ours, whole.run_with_hooks(prompt(), fwd_hooks=[((name, 1), double)]))
+    assert torch.equal(spreaded.generate(prompt(), max_new_tokens=5), whole.generate(prompt(), max_new_tokens=5))
+    assert spreaded.layers[1].self_attn.o.weight.is_meta
+
+
+def test_device_maps(checkpoints: Folders) -> None:
+    folder = checkpoints(BASES[0])
+    model = HookedTransformer.from_pretrained(folder, device_map="auto", max_memory={"cpu": "1GB"})
+    assert torch.equal(model(prompt()), HookedTransformer.from_pretrained(folder)(prompt()))
+    with pytest.raises(ValueError, match="device_map is 'balanced-ish'; give 'auto' or a dict"):
+        HookedTransformer.from_pretrained(folder, device_map="balanced-ish")
+    with pytest.raises(ValueError, match="say where with offload_folder"):
+        HookedTransformer.from_pretrained(folder, device_map=spread(model))
+
+
+def test_torch_hooks_on_our_modules_are_called(checkpoints: Folders) -> None:
+    """Calls go straight through modules, but not past what torch attaches to them."""
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    seen: list[str] = []
+    for name in ("layers.1", "layers.1.self_attn", "layers.1.self_attn.o", "norm", "embed_tokens", ""):
+        model.get_submodule(name).register_forward_hook(lambda module, args, output, name=name: seen.append(name))
+    model(prompt())
+    assert sorted(seen) == sorted(
+        ["layers.1", "layers.1.self_attn", "layers.1.self_attn.o", "norm", "embed_tokens", ""]
+    )
+    everywhere: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: everywhere.append(type(module).__name__)
+    )
+    try:
+        model(prompt())
+    finally:
+        handle.remove()
+    assert everywhere.count("ParallelBlock") == 3
