@@ -107,4 +107,4 @@ def _rotary(hf: ConfigReader, head_dim: int, max_length: int) -> Rotary:
     rotary = longrope(rope, head_dim, hf.family, known=("factor", "attention_factor"))
     factor = rope.get("factor", max_length / original)
     scale = rope.get("attention_factor", math.sqrt(1 + math.log(max(factor, 1)) / math.log(original)))
-    return dataclasses.replace(rotary, short_scale=scale, long_scale=scale, joined=True)
+    return dataclasses.replace(rotary, short_scale=float(scale), long_scale=float(scale), joined=True)
