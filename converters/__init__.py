@@ -24,7 +24,7 @@ from transformer_std.model import HookedTransformer
 if TYPE_CHECKING:
     from converters.verification import Report
 
-__all__ = ["CheckpointError", "ConfigError", "families", "family_of", "load", "read_config", "verify"]
+__all__ = ["CheckpointError", "ConfigError", "export", "families", "family_of", "load", "read_config", "verify"]
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 OUR_CONFIG = "transformer_std.json"
@@ -152,6 +152,13 @@ def load(
 def _own_rules(config: TransformerConfig) -> list[Rule]:
     with torch.device("meta"):
         return [Copy(name, name) for name, _ in HookedTransformer(config).named_parameters()]
+
+
+def export(model: HookedTransformer, folder: str | Path, **options: Any) -> None:
+    """Writes our model as a folder that transformers loads: see `converters.exporting.export`."""
+    from converters import exporting
+
+    exporting.export(model, folder, **options)
 
 
 def verify(source: str | Path, **options: Any) -> Report:
