@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.checkpoint import FLOATS, Checkpoint, CheckpointError, LiveTensors
+from converters.checkpoint import FLOATS, MERGE, Checkpoint, CheckpointError, LiveTensors
 from converters.fill import fill
 from converters.hf_config import ConfigError, ConfigReader
 from converters.rules import Copy, Rule
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "ConfigError", "export", "families", "family_of", "load", "read_config", "verify"]
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
-OUR_CONFIG = "transformer_std.json"
+OUR_CONFIG, ADAPTER = "transformer_std.json", "adapter_config.json"
 
 
 def families() -> list[str]:
@@ -73,6 +73,9 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
             return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
+    if (folder / ADAPTER).exists():
+        base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise CheckpointError(f"{folder} holds an adapter of {base} ({ADAPTER}): {MERGE}")
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json")
     return _convert_config(_read_json(folder / "config.json"))

@@ -15,6 +15,9 @@ from torch import Tensor
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+MERGE = "merge it into its base model first (peft's merge_and_unload()) and save that"
+
+
 class CheckpointError(ValueError):
     """A file or tensor that is missing, left over, or not what it should be."""
 
