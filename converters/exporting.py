@@ -108,7 +108,7 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int
         max_shard_size=max_shard_size,
     )
     shards = plan.filename_to_tensors
-    for file in progress(shards, plan.metadata["total_size"], "writing"):
+    for file in progress(shards, plan.metadata["total_size"], "exporting"):
         save_file({name: tensors[name].contiguous() for name in shards[file]}, folder / file, {"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.checkpoint import MERGE, CheckpointError
+from converters.progress import progress
 from converters.rules import Copy, Ignore, Rule, match, written_by
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -48,10 +49,11 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
     if dtype is None:
         dtype = tensors.dtype(next(iter(next(iter(plan.values())).values())))
     head = plan.pop(HEAD) if tied and HEAD in plan else None
-    for name, parts in plan.items():
+    size = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    for name in progress(plan, size, "loading"):
         path, _, attribute = name.rpartition(".")
         held = model.get_submodule(path).held_dtype(attribute, dtype)  # type: ignore[operator]
-        _assign(model, name, _gather(model.get_parameter(name), parts, tensors, held))
+        _assign(model, name, _gather(model.get_parameter(name), plan[name], tensors, held))
     if tied:
         _assign(model, HEAD, model.get_parameter(EMBEDDING))
     if head is not None:
