@@ -10,7 +10,7 @@ from converters.checkpoint import CheckpointError, weight_map
 
 OUR_CONFIG, ADAPTER = "transformer_std.json", "adapter_config.json"
 CONFIGS = ["config.json", OUR_CONFIG, ADAPTER]
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = [
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -51,7 +51,7 @@ def _weight_files(folder: Path) -> list[str]:
     held = [name for name in CONFIGS if (folder / name).exists()]
     if not held or ADAPTER in held:  # there is nothing to load, as reading the config will say
         return []
-    return sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [WEIGHTS]
+    return sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [WHOLE]
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def _one_error(repo: str, revision: str | None, file: str = "") -> Iterator[None
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub was not reached ({_first_line(error)})"
         raise CheckpointError(f"{what} is not in the cache, and {why}") from None
     except errors.EntryNotFoundError:
-        more = f"which {INDEX} lists" if file != WEIGHTS else f"nor {INDEX}; pickled weights are not read"
+        more = f"which {INDEX} lists" if file != WHOLE else f"nor {INDEX}; pickled weights are not read"
         raise CheckpointError(f"{repo} has no {file}, {more}") from None
     except (OSError, errors.HTTPError) as error:
         raise CheckpointError(

@@ -137,6 +137,7 @@ def on_disk(model: HookedTransformer) -> dict[str, list[int]]:
 
 def test_sizes_are_of_every_config() -> None:
     assert sorted(SIZES) == sorted(NAMES)
+    assert {released(name)["model_type"] for name in NAMES} == set(converters.families())
 
 
 @pytest.mark.parametrize("name", NAMES)
