@@ -96,7 +96,10 @@ def _hints(tensors: Tensors, problems: list[str]) -> list[str]:
     if any(mark in name for name in tensors for mark in ADAPTED):
         return [f"it holds an adapter's tensors: {MERGE}"]
     if set(problems) <= {f"missing: {HEAD}", "missing: lm_head.bias"}:
-        return ["only the head is missing: this is a base model saved alone; save the model with its head"]
+        return [
+            "only the head is missing: this is a base model saved alone; save the model with its head, or set "
+            "tie_word_embeddings in config.json if the head is the embedding"
+        ]
     return []
 
 

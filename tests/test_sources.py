@@ -339,6 +339,8 @@ def test_one_file(recipe: Recipe, own_copy: Folders) -> None:
     for source in (file, str(file)):
         assert torch.equal(HookedTransformer.from_pretrained(source)(prompt()), expected)
     assert converters.read_config(file) == converters.read_config(folder)
+    with pytest.raises(converters.CheckpointError, match=r"best.safetensors: verify its folder"):
+        converters.verify(file)
 
 
 def test_which_file_counts(own_copy: Folders) -> None:
