@@ -25,8 +25,8 @@ NAMES = [path.stem for path in CONFIGS]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the family's pages say, and `billions` of parameters, the size in the release's name (phi-1 and phi-1.5, which
-    are called 1.3B, have 1.4)."""
+    """What the family's pages say, and `billions` of parameters, as the release is called (1.3 on phi-1's page, though
+    it has 1.4)."""
 
     blocks: int
     hidden: int
