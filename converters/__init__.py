@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.checkpoint import FLOATS, Checkpoint, CheckpointError, LiveTensors
+from converters.checkpoint import FLOATS, MERGE, Checkpoint, CheckpointError, LiveTensors
 from converters.fill import fill
 from converters.hf_config import ConfigError, ConfigReader
+from converters.hub import ADAPTER, OUR_CONFIG, download
 from converters.rules import Copy, Rule
 from transformer_std.config import Origin, TransformerConfig
 from transformer_std.model import HookedTransformer
@@ -24,10 +25,10 @@ from transformer_std.model import HookedTransformer
 if TYPE_CHECKING:
     from converters.verification import Report
 
-__all__ = ["CheckpointError", "ConfigError", "families", "family_of", "load", "read_config", "verify"]
+__all__ = ["CheckpointError", "ConfigError", "export", "families", "family_of", "load", "read_config", "verify"]
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
-OUR_CONFIG = "transformer_std.json"
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def families() -> list[str]:
@@ -56,7 +57,8 @@ def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
 
 
 def read_config(source: str | Path | dict[str, Any], revision: str | None = None) -> TransformerConfig:
-    """The config of a checkpoint: a folder, a Hub id, a `config.json`, or its dict. Reads no weights.
+    """The config of a checkpoint: a folder, a weights file in one, a Hub id, a `config.json`, or its dict. Reads no
+    weights.
 
     Raises:
         ConfigError: not JSON, of an unknown family, or with something in it that we do not compute.
@@ -65,14 +67,17 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     if isinstance(source, dict):
         return _convert_config(source)
     path = Path(source)
-    if path.is_file():
+    if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
-    folder = path if path.is_dir() else _download(str(source), revision, ["*.json"])
+    folder = _folder(source) or download(str(source), revision, weights=False)
     if (folder / OUR_CONFIG).exists():
         try:
             return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
+    if (folder / ADAPTER).exists():
+        base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise CheckpointError(f"{folder} holds an adapter of {base} ({ADAPTER}): {MERGE}")
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json")
     config = _convert_config(_read_json(folder / "config.json"))
@@ -82,6 +87,16 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
 
 def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
     return dataclasses.replace(config, origin=dataclasses.replace(config.origin, generation=generation))
+
+
+def _folder(source: str | Path) -> Path | None:
+    """Where a checkpoint on this machine is: a folder, or that of a weights file. None where `source` is a Hub id."""
+    path = Path(source)
+    if path.is_file() or path.suffix in WEIGHT_FILES:
+        if not path.exists():
+            raise CheckpointError(f"there is no file {path}")
+        return path.parent
+    return path if path.is_dir() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -111,16 +126,6 @@ def _convert_config(values: dict[str, Any]) -> TransformerConfig:
     return dataclasses.replace(config, dtype=dtype, origin=Origin(values["model_type"], values))
 
 
-def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    except HFValidationError:
-        raise CheckpointError(f"{repo!r} is neither a folder here nor a Hub id (owner/name)") from None
-
-
 def load(
     source: Any,
     *,
@@ -138,7 +143,9 @@ def load(
     if dtype is not None and dtype not in DTYPES.values():
         raise TypeError(f"dtype is {dtype!r}: give one of {', '.join(f'torch.{name}' for name in DTYPES)}")
     if not isinstance(source, (str, Path)) and not hasattr(source, "config"):
-        raise TypeError(f"source is {type(source).__name__}: give a folder, a Hub id, or a live transformers model")
+        raise TypeError(
+            f"source is {type(source).__name__}: give a folder, a file, a Hub id, or a live transformers model"
+        )
     if isinstance(source, nn.Module):
         config = _convert_config(source.config.to_dict())
         generation = source.generation_config.to_dict() if getattr(source, "generation_config", None) else {}
@@ -146,10 +153,8 @@ def load(
         rules, tensors = family_of(config).WEIGHTS, LiveTensors(source.state_dict())
         dtype = dtype or next(source.parameters()).dtype
     else:
-        folder = Path(source)
-        if not folder.is_dir():
-            folder = _download(str(source), revision, ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-        config, tensors = read_config(folder), Checkpoint(folder)
+        folder = _folder(source) or download(str(source), revision)
+        config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
         rules = _own_rules(config) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
         tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)
     if dtype is None and config.dtype is not None:
@@ -167,6 +172,13 @@ def load(
 def _own_rules(config: TransformerConfig) -> list[Rule]:
     with torch.device("meta"):
         return [Copy(name, name) for name, _ in HookedTransformer(config).named_parameters()]
+
+
+def export(model: HookedTransformer, folder: str | Path, **options: Any) -> None:
+    """Writes our model as a folder that transformers loads: see `converters.exporting.export`."""
+    from converters import exporting
+
+    exporting.export(model, folder, **options)
 
 
 def verify(source: str | Path, **options: Any) -> Report:

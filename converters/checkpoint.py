@@ -15,12 +15,16 @@ from torch import Tensor
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+MERGE = "merge it into its base model first (peft's merge_and_unload()) and save that"
+
+
 class CheckpointError(ValueError):
     """A file or tensor that is missing, left over, or not what it should be."""
 
 
 class Checkpoint:
-    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
+    """The tensors of a folder's `model.safetensors`, of the shards that its `model.safetensors.index.json` lists, or of
+    one file.
 
     Nothing is read when it is opened but the headers, and every file is checked to be whole.
 
@@ -28,11 +32,14 @@ class Checkpoint:
         CheckpointError: a shard that is missing, a file that is cut short or is none, or only pickled weights.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, path: Path):
+        alone = path.is_file()
+        self.folder = folder = path.parent if alone else path
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
-        for file in self._shards():
+        if alone and path.suffix != ".safetensors":
+            raise CheckpointError(f"{path} is no safetensors file; pickled and quantised weights are not read")
+        for file in [path.name] if alone else self._shards():
             try:
                 self._files[file] = safe_open(folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -42,12 +49,13 @@ class Checkpoint:
                 if name in self._where:
                     raise CheckpointError(f"tensor {name} is in two files, {self._where[name]} and {file}")
                 self._where[name] = file
-        self._check_index()
+        if not alone:
+            self._check_index()
 
     def _shards(self) -> list[str]:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            files = sorted(set(self._weight_map(index).values()))
+            files = sorted(set(weight_map(index).values()))
             missing = [file for file in files if not (self.folder / file).exists()]
             if missing:
                 raise CheckpointError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} lists")
@@ -62,17 +70,9 @@ class Checkpoint:
             )
         raise CheckpointError(f"{self.folder} has no model.safetensors and no model.safetensors.index.json")
 
-    @staticmethod
-    def _weight_map(index: Path) -> dict[str, str]:
-        try:
-            found = json.loads(index.read_text())["weight_map"]
-            return {str(name): Path(file).name for name, file in found.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not an index of shards: {error!r}") from None
-
     def _check_index(self) -> None:
         index = self.folder / "model.safetensors.index.json"
-        if index.exists() and (lost := sorted(set(self._weight_map(index)) - set(self._where))):
+        if index.exists() and (lost := sorted(set(weight_map(index)) - set(self._where))):
             raise CheckpointError(f"{index} lists tensors that no shard holds: {', '.join(lost[:5])}")
 
     def __iter__(self) -> Iterator[str]:
@@ -90,6 +90,15 @@ class Checkpoint:
 
     def origin(self, name: str) -> str:
         return str(self.folder / self._where[name])
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index of shards has it."""
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        return {str(name): Path(file).name for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of shards: {error!r}") from None
 
 
 class LiveTensors:

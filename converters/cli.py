@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -37,8 +38,10 @@ console = Console(width=None if sys.stdout.isatty() else 200)
 Source = Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id.")]
 Attention = Annotated[Literal["sdpa", "eager"], typer.Option(help="For both sides.")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="For both sides; the checkpoint's own without.")
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights; the checkpoint's own without.")
 ]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+Folder = Annotated[Path, typer.Argument(help="A new folder.")]
 MARKS = {True: "[green]yes[/]", False: "[red]no[/]"}
 
 
@@ -78,13 +81,13 @@ def verify(
     prompt: Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")] = [],  # noqa: B006
     dtype: Dtype = None,
     attn_implementation: Attention = "sdpa",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    revision: Revision = None,
 ) -> None:
     """Compare a checkpoint's logits with transformers'; status 1 where a bit differs."""
     report = converters.verify(
         source,
         prompts=prompt,
-        dtype=None if dtype is None else getattr(torch, dtype),
+        dtype=torch_dtype(dtype),
         attn_implementation=attn_implementation,
         revision=revision,
     )
@@ -104,6 +107,26 @@ def verify(
     equal = "bit-equal" if report.bit_equal else "DIFFERS"
     console.print(f"verify {report.source} {report.dtype} {report.attn_implementation}: {equal}", soft_wrap=True)
     raise typer.Exit(0 if report.bit_equal else 1)
+
+
+@app.command()
+def export(source: Source, folder: Folder, dtype: Dtype = None, revision: Revision = None) -> None:
+    """Write a checkpoint as a folder that transformers loads: our own format, or another dtype."""
+    model = HookedTransformer.from_pretrained(source, dtype=torch_dtype(dtype), revision=revision)
+    converters.export(model, folder)
+    console.print(f"exported {source} to {folder}", soft_wrap=True)
+
+
+@app.command()
+def convert(source: Source, folder: Folder, dtype: Dtype = None, revision: Revision = None) -> None:
+    """Write a checkpoint in our own format, which loads where transformers is absent."""
+    model = HookedTransformer.from_pretrained(source, dtype=torch_dtype(dtype), revision=revision)
+    model.save_pretrained(folder)
+    console.print(f"converted {source} to {folder}", soft_wrap=True)
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 @app.command()

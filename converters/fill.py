@@ -9,10 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from converters.checkpoint import CheckpointError
+from converters.checkpoint import MERGE, CheckpointError
+from converters.progress import progress
 from converters.rules import Copy, Ignore, Rule, Stack, match, written_by
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+ADAPTED = (".lora_", ".base_layer.", ".modules_to_save.")  # in the names of a model that peft wrapped
 
 
 class Tensors(Protocol):
@@ -41,15 +43,17 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
     tied = HEAD in dict(model.named_parameters(remove_duplicate=False)) and HEAD not in dict(model.named_parameters())
     plan, problems = _plan(model, tensors, rules, tied)
     if problems:
-        more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError("the checkpoint does not fit:\n  " + "\n  ".join(problems[:20]) + more)
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        lines = ["the checkpoint does not fit:", *problems[:20], *more, *_hints(tensors, problems)]
+        raise CheckpointError("\n  ".join(lines))
     if dtype is None:
         dtype = tensors.dtype(next(iter(next(iter(plan.values())).values())))
     head = plan.pop(HEAD) if tied and HEAD in plan else None
-    for name, parts in plan.items():
+    size = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    for name in progress(plan, size, "loading"):
         path, _, attribute = name.rpartition(".")
         held = model.get_submodule(path).held_dtype(attribute, dtype)  # type: ignore[operator]
-        _assign(model, name, _gather(model.get_parameter(name), parts, tensors, held))
+        _assign(model, name, _gather(model.get_parameter(name), plan[name], tensors, held))
     if tied:
         _assign(model, HEAD, model.get_parameter(EMBEDDING))
     if head is not None:
@@ -59,6 +63,7 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
 def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> tuple[dict[str, Parts], list[str]]:
     ours = dict(model.named_parameters(remove_duplicate=False))
     plan: dict[str, Parts] = defaultdict(dict)
+    spelled: dict[str, Parts] = defaultdict(dict)  # the same, by the released names
     problems = []
     for name in tensors:
         found = match(rules, name)
@@ -74,7 +79,7 @@ def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> 
         target, part = rule.ours.format(**numbers), (numbers.get("e", 0), source)
         if part in plan[target]:
             problems.append(f"twice: {name} and {plan[target][part]} are both {target}")
-        plan[target][part] = name
+        plan[target][part], spelled[target][part] = name, rule.sources[source].format(**numbers)
         wanted = part_shape(list(ours[target].shape), rule)
         if tensors.shape(name) != wanted:
             problems.append(f"misshapen: {name} is {tensors.shape(name)}, the config makes it {wanted}")
@@ -84,9 +89,21 @@ def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> 
         if tied and target == HEAD:
             continue
         problems += [
-            f"missing: {name}" for name in _missing(target, list(parameter.shape), plan.get(target, {}), rules)
+            f"missing: {name}" for name in _missing(target, list(parameter.shape), spelled.get(target, {}), rules)
         ]
     return plan, problems
+
+
+def _hints(tensors: Tensors, problems: list[str]) -> list[str]:
+    """What a reader may make of the problems."""
+    if any(mark in name for name in tensors for mark in ADAPTED):
+        return [f"it holds an adapter's tensors: {MERGE}"]
+    if set(problems) <= {f"missing: {HEAD}", "missing: lm_head.bias"}:
+        return [
+            "only the head is missing: this is a base model saved alone; save the model with its head, or set "
+            "tie_word_embeddings in config.json if the head is the embedding"
+        ]
+    return []
 
 
 def part_shape(shape: list[int], rule: Rule) -> list[int]:

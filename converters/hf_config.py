@@ -72,7 +72,7 @@ class ConfigReader:
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a number")
-        return value
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.take(key, default)
@@ -135,9 +135,10 @@ class ConfigReader:
         found |= {} if outer is None else {"partial_rotary_factor": outer}
         found |= {key: value for key, value in inner.items() if value is not None}
         kind = found.pop("type", "default")
-        if not isinstance(found["rope_theta"], (int, float)) or found["rope_theta"] <= 0:
-            raise ConfigError(f"rope_theta is {found['rope_theta']!r}; {self.family} needs a positive number")
-        return {"rope_type": kind, **found}
+        theta = found["rope_theta"]
+        if not isinstance(theta, (int, float)) or theta <= 0:
+            raise ConfigError(f"rope_theta is {theta!r}; {self.family} needs a positive number")
+        return {"rope_type": kind, **found, "rope_theta": float(theta)}
 
     def done(self) -> None:
         """Raises `ConfigError` if the config holds a key that nobody read."""

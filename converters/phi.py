@@ -40,6 +40,7 @@ WEIGHTS = [
     Copy("lm_head.weight", "lm_head.weight"),
     Copy("lm_head.bias", "lm_head.bias"),
     Ignore(THEIRS + "self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
+    Ignore("model.rotary_emb.inv_freq", because="recomputed from the config"),
 ]
 
 VALUES = {

@@ -30,6 +30,7 @@ WEIGHTS = [
     Copy("model.norm.weight", "norm.weight"),
     Copy("lm_head.weight", "lm_head.weight"),
     Ignore(THEIRS + "self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
+    Ignore("model.rotary_emb.inv_freq", because="recomputed from the config"),
 ]
 
 VALUES = {
@@ -109,4 +110,4 @@ def _rotary(hf: ConfigReader, head_dim: int, max_length: int) -> Rotary:
     rotary = longrope(rope, head_dim, hf.family, known=("factor", "attention_factor"))
     factor = rope.get("factor", max_length / original)
     scale = rope.get("attention_factor", math.sqrt(1 + math.log(max(factor, 1)) / math.log(original)))
-    return dataclasses.replace(rotary, short_scale=scale, long_scale=scale, joined=True)
+    return dataclasses.replace(rotary, short_scale=float(scale), long_scale=float(scale), joined=True)

@@ -45,6 +45,7 @@ WEIGHTS = [
     Copy("model.norm.weight", "norm.weight"),
     Copy("lm_head.weight", "lm_head.weight"),
     Ignore(THEIRS + "self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
+    Ignore("model.rotary_emb.inv_freq", because="recomputed from the config"),
 ]
 
 VALUES = {

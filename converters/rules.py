@@ -59,13 +59,20 @@ def indices(pattern: str, name: str) -> Indices | None:
     return None if found is None else {key: int(number) for key, number in found.groupdict().items()}
 
 
+# What peft puts before the names of a model it wrapped.
+WRAPPED = "base_model.model."
+
+
 def match(rules: Iterable[Rule], name: str) -> tuple[Rule, int, Indices] | None:
-    """The row that takes a tensor of theirs, which of the row's sources it is, and its indices."""
-    for rule in rules:
-        for position, source in enumerate(rule.sources):
-            found = indices(source, name)
-            if found is not None:
-                return rule, position, found
+    """The row that takes a tensor of theirs, which of the row's sources it is, and its indices. The name may also be
+    that of a model saved inside a wrapper, or of a base model saved without its head, which lacks `model.`."""
+    bare = name.removeprefix(WRAPPED)
+    for spelled in (bare, f"model.{bare}"):
+        for rule in rules:
+            for position, source in enumerate(rule.sources):
+                found = indices(source, spelled)
+                if found is not None:
+                    return rule, position, found
     return None
 
 

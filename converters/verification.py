@@ -75,6 +75,8 @@ def verify(
         raise converters.CheckpointError(
             f"{source} is in our own format, which transformers cannot read: verify the release"
         )
+    if Path(source).is_file():
+        raise converters.CheckpointError(f"transformers loads folders, not a file like {source}: verify its folder")
     model = HookedTransformer.from_pretrained(
         source, dtype=dtype, revision=revision, attn_implementation=attn_implementation
     )

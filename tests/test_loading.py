@@ -151,7 +151,7 @@ def test_every_tensor_is_needed(recipe: Recipe, checkpoints: Folders) -> None:
     config, whole = converters.read_config(checkpoints(recipe)), tensors_of(checkpoints(recipe))
     for name in whole:
         rest = {each: tensor for each, tensor in whole.items() if each != name}
-        refused_tensors(config, rest, f"missing: {re.escape(name)}$")
+        refused_tensors(config, rest, rf"(?m)missing: {re.escape(name)}$")
 
 
 def test_every_tensor_must_have_its_shape(recipe: Recipe, checkpoints: Folders) -> None:

@@ -54,4 +54,5 @@ class LayerNorm(Direct, nn.LayerNorm):
 
 
 class Embedding(Direct, nn.Embedding):
-    pass
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"

@@ -1,0 +1,88 @@
+"""A checkpoint on the Hub: only the files that a load reads, and one error for whatever goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from converters.checkpoint import CheckpointError, weight_map
+
+OUR_CONFIG, ADAPTER = "transformer_std.json", "adapter_config.json"
+CONFIGS = ["config.json", OUR_CONFIG, ADAPTER]
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = [
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+]  # fmt: skip
+
+
+def download(repo: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder in the Hub's cache that holds a checkpoint; what is not there yet is fetched, unless HF_HUB_OFFLINE=1.
+
+    Args:
+        repo: owner/name.
+        revision: branch, tag or commit.
+        weights: False for the configs alone.
+
+    Raises:
+        CheckpointError: there is no such repo, revision or file, or it cannot be reached and is not in the cache.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with _one_error(repo, revision):
+        try:
+            wanted = [*CONFIGS, INDEX, *TOKENIZER] if weights else CONFIGS
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
+        except LocalEntryNotFoundError as error:
+            # Another program may have cached all that is needed and not all that is wanted.
+            try:
+                folder = Path(hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)).parent
+            except LocalEntryNotFoundError:
+                raise error from None
+        for file in _weight_files(folder) if weights else []:
+            with _one_error(repo, revision, file):
+                hf_hub_download(repo, file, revision=folder.name)
+    return folder
+
+
+def _weight_files(folder: Path) -> list[str]:
+    held = [name for name in CONFIGS if (folder / name).exists()]
+    if not held or ADAPTER in held:  # there is nothing to load, as reading the config will say
+        return []
+    return sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [WHOLE]
+
+
+@contextlib.contextmanager
+def _one_error(repo: str, revision: str | None, file: str = "") -> Iterator[None]:
+    from huggingface_hub import constants, errors
+
+    what = f"{file} of {repo}" if file else repo
+    try:
+        yield
+    except errors.HFValidationError:
+        raise CheckpointError(f"{repo!r} is neither a folder here nor a Hub id (owner/name)") from None
+    except errors.GatedRepoError:
+        raise CheckpointError(f"{repo} is gated: accept its terms on the Hub, and log in (hf auth login)") from None
+    except errors.RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{repo!r} is no folder here and not on the Hub; if it is private, log in (hf auth login)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointError(f"{repo} has no revision {revision!r}") from None
+    except errors.LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub was not reached ({_first_line(error)})"
+        raise CheckpointError(f"{what} is not in the cache, and {why}") from None
+    except errors.EntryNotFoundError:
+        more = f"which {INDEX} lists" if file != WHOLE else f"nor {INDEX}; pickled weights are not read"
+        raise CheckpointError(f"{repo} has no {file}, {more}") from None
+    except (OSError, errors.HTTPError) as error:
+        raise CheckpointError(
+            f"fetching {what} failed, and can be taken up again: {type(error).__name__}: {_first_line(error)}"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return (str(cause) or type(cause).__name__).splitlines()[0]

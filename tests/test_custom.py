@@ -1,0 +1,184 @@
+"""Checkpoints that people save: fine-tunes, resized vocabularies, wrapped and headless models, mixed dtypes, adapters.
+
+transformers loads each of them too, and is asked what the logits are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import converters
+from tests.tiny import BASES, RECIPES, VOCAB, Recipe, as_released, edit_config, load_reference, prompt
+from transformer_std import HookedTransformer
+
+Folders = Callable[[Recipe], Path]
+NAMED = {recipe.id: recipe for recipe in RECIPES}
+BASE_IDS = [pytest.param(recipe, id=recipe.id) for recipe in BASES]
+TIED_IDS = ["phi-tied", "phi3-tied", "phimoe-tied", "qwen2_moe-dense_first", "afmoe-biased"]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def rename(folder: Path, new_name: Callable[[str], str | None]) -> None:
+    """None leaves the tensor out."""
+    renamed = {new_name(name): tensor for name, tensor in tensors_of(folder).items()}
+    write_tensors(folder, {name: tensor for name, tensor in renamed.items() if name is not None})
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(converters.CheckpointError, match=message):
+        HookedTransformer.from_pretrained(folder)
+
+
+def same_weights(model: HookedTransformer, folder: Path) -> None:
+    """As the untouched checkpoint's: the names differed, not the tensors."""
+    expected = HookedTransformer.from_pretrained(folder).state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+@torch.no_grad()
+def test_a_fine_tune(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
+    """A step of training and a larger vocabulary, saved by transformers, in today's spelling and in the last one."""
+    theirs = load_reference(checkpoints(base), attn="sdpa").train()
+    with torch.enable_grad():
+        theirs(prompt(), labels=prompt()).loss.backward()
+    for parameter in theirs.parameters():
+        if parameter.grad is not None:
+            parameter -= 0.01 * parameter.grad
+    theirs.resize_token_embeddings(VOCAB + 9)
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.cat([prompt(), torch.tensor([[VOCAB + 8], [VOCAB]])], dim=1)
+    for respell in (lambda folder: None, as_released, lambda folder: edit_config(folder, torch_dtype=None)):
+        respell(tmp_path)
+        model = HookedTransformer.from_pretrained(tmp_path)
+        assert model.vocab_size == VOCAB + 9
+        assert torch.equal(model(tokens), load_reference(tmp_path, attn="sdpa")(tokens).logits)
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+def test_rotary_frequencies_in_the_file(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(base)
+    names = ["model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3))]
+    write_tensors(folder, {**tensors_of(folder), **{name: torch.ones(8) for name in names}})
+    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(base))
+    rename(folder, lambda name: name.replace("model.rotary_emb", "model.layers.0.rotary_emb"))
+    refused(folder, r"left over: model.layers.0.rotary_emb.inv_freq \[8\]")
+
+
+@pytest.mark.parametrize("recipe_id", [*(recipe.id for recipe in BASES), *TIED_IDS])
+def test_a_wrapped_model(recipe_id: str, own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(NAMED[recipe_id])
+    rename(folder, lambda name: f"base_model.model.{name}")
+    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(NAMED[recipe_id]))
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+def test_without_the_prefix(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(base)
+    rename(folder, lambda name: name.removeprefix("model."))
+    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(base))
+    whole = tensors_of(folder)
+    write_tensors(folder, {**whole, "model.embed_tokens.weight": whole["embed_tokens.weight"] + 1})
+    refused(folder, "twice: (model.)?embed_tokens.weight and (model.)?embed_tokens.weight are both embed_tokens.weight")
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+def test_a_base_model_saved_alone(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
+    load_reference(checkpoints(base)).model.save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in tensors_of(tmp_path)
+    refused(tmp_path, r"missing: lm_head.weight(.|\n)*only the head is missing: this is a base model saved alone")
+    whole = tensors_of(tmp_path)
+    del whole["embed_tokens.weight"]
+    write_tensors(tmp_path, whole)
+    with pytest.raises(converters.CheckpointError) as caught:
+        HookedTransformer.from_pretrained(tmp_path)
+    assert "only the head" not in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe_id", TIED_IDS)
+@torch.no_grad()
+def test_a_tied_base_model_saved_alone(recipe_id: str, checkpoints: Folders, tmp_path: Path) -> None:
+    load_reference(checkpoints(NAMED[recipe_id])).model.save_pretrained(tmp_path)
+    if recipe_id in ("phi-tied", "phimoe-tied"):  # whose heads have a bias, which nothing ties
+        refused(tmp_path, "missing: lm_head.bias(.|\n)*only the head is missing")
+        return
+    model = HookedTransformer.from_pretrained(tmp_path)
+    same_weights(model, checkpoints(NAMED[recipe_id]))
+    assert torch.equal(model(prompt()), load_reference(tmp_path, attn="sdpa")(prompt()).logits)
+
+
+@pytest.mark.parametrize("recipe_id", TIED_IDS)
+@torch.no_grad()
+def test_a_tied_head_in_the_file(recipe_id: str, own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(NAMED[recipe_id])
+    whole = tensors_of(folder)
+    assert "lm_head.weight" not in whole
+    write_tensors(folder, {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()})
+    model = HookedTransformer.from_pretrained(folder)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    same_weights(model, checkpoints(NAMED[recipe_id]))
+    rename(folder, lambda name: None if name == "model.embed_tokens.weight" else name)
+    refused(folder, "missing: model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+@torch.no_grad()
+def test_mixed_dtypes(base: Recipe, own_copy: Folders) -> None:
+    """The config's dtype for all, as in transformers; without one, that of the file's first tensor."""
+    folder = own_copy(base)
+    kinds = [torch.bfloat16, torch.float32, torch.float16]
+    mixed = {name: t.to(kinds[i % 3]) for i, (name, t) in enumerate(sorted(tensors_of(folder).items()))}
+    write_tensors(folder, mixed)
+    for dtype in ("float16", None):
+        edit_config(folder, dtype=dtype)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+        model = HookedTransformer.from_pretrained(folder)
+        assert model.embed_tokens.weight.dtype == theirs.model.embed_tokens.weight.dtype
+        again = HookedTransformer.from_pretrained(theirs)
+        for name, tensor in again.state_dict().items():
+            assert model.state_dict()[name].dtype == tensor.dtype, name
+            assert torch.equal(model.state_dict()[name], tensor), name
+        assert torch.equal(again(prompt()), theirs(prompt()).logits)
+
+
+def test_a_tensor_that_is_not_read_does_not_say_the_dtype(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    frequencies = {"model.rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64)}
+    write_tensors(folder, {**frequencies, **{name: t.half() for name, t in tensors_of(folder).items()}})
+    edit_config(folder, dtype=None)
+    assert {each.dtype for each in HookedTransformer.from_pretrained(folder).parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+def test_adapters(base: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(base)
+    whole = tensors_of(folder)
+    projection = next(name for name in whole if "self_attn" in name and name.endswith("_proj.weight"))
+    stem = projection.removesuffix(".weight")
+    adapted = {f"base_model.model.{name}": tensor for name, tensor in whole.items() if name != projection}
+    adapted[f"base_model.model.{stem}.base_layer.weight"] = whole[projection]
+    adapted[f"base_model.model.{stem}.lora_A.default.weight"] = torch.ones(4, 96)
+    write_tensors(folder, adapted)
+    refused(folder, rf"missing: {re.escape(projection)}(.|\n)*adapter's tensors: merge it into its base model")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    for enter in (converters.read_config, HookedTransformer.from_pretrained):
+        with pytest.raises(converters.CheckpointError, match=r"holds an adapter of org/base .*merge it into its base"):
+            enter(folder)
+    (folder / "config.json").unlink()
+    refused(folder, "holds an adapter of org/base")
