@@ -105,14 +105,15 @@ def test_softmax_and_sigmoid_against_a_loop() -> None:
         torch.testing.assert_close(weights[0, token], torch.tensor(chosen) / sum(chosen) * 2.5)
 
 
-@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("count", [8, 40])
+@pytest.mark.parametrize("rows", [1, 6, 50])
 @pytest.mark.parametrize("width", [16, 28])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_by_expert(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_products_by_expert(count: int, rows: int, width: int, dtype: torch.dtype) -> None:
     """Whether few rows or many, or sizes that grouped kernels refuse: each row by its own expert's matrix."""
-    weights, x = torch.randn(8, 24, width).to(dtype), torch.randn(rows, width).to(dtype)
-    experts = torch.sort(torch.randint(0, 8, (rows,)))[0]
-    ends = torch.tensor([int((experts <= expert).sum()) for expert in range(8)], dtype=torch.int32)
+    weights, x = torch.randn(count, 24, width).to(dtype), torch.randn(rows, width).to(dtype)
+    experts = torch.sort(torch.randint(0, count, (rows,)))[0]
+    ends = torch.tensor([int((experts <= expert).sum()) for expert in range(count)], dtype=torch.int32)
     out = by_expert(x, weights, ends)
     expected = torch.stack([weights[expert].float() @ row.float() for expert, row in zip(experts, x, strict=True)])
     torch.testing.assert_close(out.float(), expected, atol=0.05 if dtype == torch.bfloat16 else 0.01, rtol=0.01)

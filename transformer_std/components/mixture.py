@@ -29,6 +29,7 @@ from transformer_std.layouts import (
 from transformer_std.modules import Direct, Linear
 
 Rows = Float[Tensor, "rows width"]
+FEW = 32  # experts; a grouped product goes through all of them, which costs a microsecond each
 
 
 def by_expert(
@@ -36,9 +37,9 @@ def by_expert(
 ) -> Float[Tensor, "rows out"]:
     """Each expert's rows times its matrix; rows are sorted by expert and `ends` is where each one's end."""
     aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])  # as its kernels want it
-    if len(rows) >= len(weights) and aligned and hasattr(F, "grouped_mm"):
+    if len(weights) <= max(len(rows), FEW) and aligned and hasattr(F, "grouped_mm"):
         return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=ends)
-    # Few rows: one product for each expert that was chosen, and none for the others.
+    # Few rows for many experts: one product for each that was chosen, and nothing for the others.
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     chosen = [expert for expert, count in enumerate(counts) if count]
     parts = rows.split([counts[expert] for expert in chosen])
