@@ -99,6 +99,11 @@ def _folder(source: str | Path) -> Path | None:
     return path if path.is_dir() else None
 
 
+def folder_of(source: str | Path, revision: str | None = None) -> Path:
+    """The folder that holds a checkpoint's files, fetched from the Hub where it is not there."""
+    return _folder(source) or download(str(source), revision)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
@@ -153,7 +158,7 @@ def load(
         rules, tensors = family_of(config).WEIGHTS, LiveTensors(source.state_dict())
         dtype = dtype or next(source.parameters()).dtype
     else:
-        folder = _folder(source) or download(str(source), revision)
+        folder = folder_of(source, revision)
         config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
         rules = _own_rules(config) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
         tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -79,19 +80,26 @@ def demo() -> None:
 def verify(
     source: Source,
     prompt: Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")] = [],  # noqa: B006
+    tokens: Annotated[
+        list[str], typer.Option(help="A JSON file of token ids, a list or a list of rows; may be repeated.")
+    ] = [],  # noqa: B006
     dtype: Dtype = None,
     attn_implementation: Attention = "sdpa",
+    layers: Annotated[bool, typer.Option("--layers", help="Compare every value of every block too.")] = False,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the report there.")] = None,
     revision: Revision = None,
 ) -> None:
-    """Compare a checkpoint's logits with transformers'; status 1 where a bit differs."""
+    """Compare a checkpoint with transformers' reading of it: tensors, logits, values; status 1 where a bit differs."""
     report = converters.verify(
         source,
         prompts=prompt,
+        token_files=tokens,
+        layers=layers,
         dtype=torch_dtype(dtype),
         attn_implementation=attn_implementation,
         revision=revision,
     )
-    table = Table("prompt", "tokens", "bit-equal", "max difference", "top-1 agreement", "first value that departs")
+    table = Table("prompt", "tokens", "bit-equal", "max difference", "top-1 agreement", "values", "first that departs")
     for each in report.comparisons:
         gone = each.first_departure
         departure = "" if gone is None else f"{gone.name} (by {gone.max_difference:.3g})"
@@ -101,11 +109,15 @@ def verify(
             MARKS[each.bit_equal],
             f"{each.max_difference:.3g}",
             f"{each.top1_agreement:.1%}",
+            str(each.values or ""),
             departure,
         )
     console.print(table)
-    equal = "bit-equal" if report.bit_equal else "DIFFERS"
-    console.print(f"verify {report.source} {report.dtype} {report.attn_implementation}: {equal}", soft_wrap=True)
+    for name in report.unlike_tensors:
+        console.print(f"[red]tensor read otherwise:[/] {name}")
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    console.print(report.summary, soft_wrap=True)
     raise typer.Exit(0 if report.bit_equal else 1)
 
 

@@ -48,6 +48,9 @@ def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int 
     try:
         _write_tensors(dict(released(model, rules)), partial, max_shard_size)
         (partial / "config.json").write_text(json.dumps(released_config(model), indent=2) + "\n")
+        if model.config.origin.generation:  # type: ignore[union-attr]
+            settings = json.dumps(model.config.origin.generation, indent=2)  # type: ignore[union-attr]
+            (partial / "generation_config.json").write_text(settings + "\n")
         if model._tokenizer is not None:
             model.tokenizer.save_pretrained(str(partial))
         if folder.exists():

@@ -60,6 +60,25 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
         _check_tied(tensors.tensor(head[0, 0]), tensors, plan[EMBEDDING][0, 0], head[0, 0])
 
 
+def unlike(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> list[str]:
+    """The parameters of `model` that `tensors` would fill with other values, read one at a time.
+
+    Raises:
+        CheckpointError: as `fill`.
+    """
+    tied = HEAD not in dict(model.named_parameters())
+    plan, problems = _plan(model, tensors, rules, tied)
+    if problems:
+        raise CheckpointError("\n  ".join(["the checkpoint does not fit:", *problems[:20]]))
+    named = {name: model.get_parameter(name) for name in plan if not (tied and name == HEAD)}
+    size = sum(parameter.nbytes for parameter in named.values())
+    return [
+        name
+        for name in progress(named, size, "comparing tensors")
+        if not torch.equal(_gather(named[name], plan[name], tensors, named[name].dtype), named[name])
+    ]
+
+
 def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> tuple[dict[str, Parts], list[str]]:
     ours = dict(model.named_parameters(remove_duplicate=False))
     plan: dict[str, Parts] = defaultdict(dict)

@@ -11,7 +11,8 @@ from converters.checkpoint import CheckpointError, weight_map
 OUR_CONFIG, ADAPTER = "transformer_std.json", "adapter_config.json"
 CONFIGS = ["config.json", OUR_CONFIG, ADAPTER]
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = [
+EXTRA = [
+    "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
 ]  # fmt: skip
@@ -33,7 +34,7 @@ def download(repo: str, revision: str | None = None, *, weights: bool = True) ->
 
     with _one_error(repo, revision):
         try:
-            wanted = [*CONFIGS, INDEX, *TOKENIZER] if weights else CONFIGS
+            wanted = [*CONFIGS, INDEX, *EXTRA] if weights else CONFIGS
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
         except LocalEntryNotFoundError as error:
             # Another program may have cached all that is needed and not all that is wanted.

@@ -155,7 +155,8 @@ def test_a_folder_in_use_is_left_alone(checkpoints: Folders, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.rglob("*")] == ["used", "notes.txt"]
     (tmp_path / "empty").mkdir()
     converters.export(model, tmp_path / "empty")
-    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
+    files = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == files
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])

@@ -313,6 +313,34 @@ def test_our_format_round_trips(recipe: Recipe, dtype: torch.dtype, checkpoints:
     assert torch.equal(copy.deepcopy(model)(prompt()), copy.deepcopy(again)(prompt()))
 
 
+def test_saving_is_whole_or_not_at_all(checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model.embed_tokens.weight.data += 1
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("json.dumps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(ValueError, match="holds another checkpoint"):
+        model.save_pretrained(checkpoints(BASES[0]))
+
+
+@pytest.mark.parametrize("name", ["phi-tied", "phi3-tied"])
+def test_a_head_that_was_untied_is_saved(name: str, checkpoints: Folders, tmp_path: Path) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(NAMED[name]))
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+    model.save_pretrained(tmp_path)
+    again = HookedTransformer.from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert not torch.equal(again.lm_head.weight, again.embed_tokens.weight)
+
+
 def test_a_config_of_ours_alone(recipe: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     config = converters.read_config(checkpoints(recipe))
     assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -232,7 +232,13 @@ def test_from_the_hub_and_then_from_the_cache(hub: Hub, client: Client, tmp_path
     lines = [f"model = load({REPO!r})", "print(total(model))", "print(model.to_tokens('the cat').tolist())"]
     first = client(*lines)
     assert first[0] == total(tmp_path / "main")
-    assert hub.bodies == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert hub.bodies == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     hub.log.clear()
     assert client(*lines) == first
     assert hub.bodies == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,8 +101,8 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         """Loads a checkpoint.
 
         Args:
-            source: a folder (a Hugging Face checkpoint's or one that `save_pretrained` wrote), a Hub id, or a live
-                transformers model, whose tensors are then shared.
+            source: a folder (a Hugging Face checkpoint's or one that `save_pretrained` wrote), a weights file in one, a
+                Hub id, or a live transformers model, whose tensors are then shared.
             dtype: None keeps the config's, or else the tensors' own.
             device: None keeps the weights memory-mapped on the CPU.
             device_map: "auto", or a dict from parts of the tree (`layers.3`) to devices, "cpu" or "disk": the model is
@@ -131,8 +133,6 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes config and weights in our own format, and the tokenizer where it is loaded; `from_pretrained` reads
         it back, without transformers."""
-        import json
-
         from safetensors.torch import save_file
 
         folder = Path(folder)
@@ -141,17 +141,21 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
                 raise ValueError(
                     f"{folder} holds another checkpoint ({theirs}), which ours would ruin: name a new folder"
                 )
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
         tied = self.lm_head.weight is self.embed_tokens.weight
         if tied:
             del tensors["lm_head.weight"]
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
         config = dataclasses.replace(self.config, dtype=dtype, tied_head=tied)
-        (folder / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        if self._tokenizer is not None:
-            self.tokenizer.save_pretrained(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Written beside, then moved: an interrupt leaves what was there.
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            save_file(tensors, Path(beside) / "model.safetensors", metadata={"format": "pt"})
+            (Path(beside) / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+            if self._tokenizer is not None:
+                self.tokenizer.save_pretrained(beside)
+            for file in Path(beside).iterdir():
+                file.replace(folder / file.name)
 
     # -- the forward ---------------------------------------------------------------------------------------------
 
