@@ -18,12 +18,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 4, "width": 64, "heads": 4, "tokens": (1, 16), "runs": 400},
     "middle": {"layers": 8, "width": 512, "heads": 8, "tokens": (2, 256), "runs": 15},
 }
+LARGE = {"layers": 6, "width": 2048, "heads": 16}  # for loading: 0.5 to 1 GB in bfloat16
 VOCAB = 512
 # The mixtures, by size: how many experts, how many a token, how wide.
 MIXTURES: dict[str, dict[str, tuple[int, int, int]]] = {
-    "phimoe": {"tiny": (8, 2, 64), "middle": (16, 2, 512)},
-    "qwen2_moe": {"tiny": (8, 4, 64), "middle": (16, 4, 512)},
-    "afmoe": {"tiny": (8, 4, 64), "middle": (128, 8, 256)},
+    "phimoe": {"tiny": (8, 2, 64), "middle": (16, 2, 512), "large": (16, 2, 512)},
+    "qwen2_moe": {"tiny": (8, 4, 64), "middle": (16, 4, 512), "large": (16, 4, 512)},
+    "afmoe": {"tiny": (8, 4, 64), "middle": (128, 8, 256), "large": (64, 8, 128)},
 }
 KEYS = {
     "phimoe": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
@@ -34,7 +35,7 @@ KEYS = {
 
 def pair(family: str, size: str) -> tuple[HookedTransformer, Any]:
     """Ours and transformers' model of a family at a size, sharing their weights."""
-    layers, width, heads = (SIZES[size][key] for key in ("layers", "width", "heads"))
+    layers, width, heads = ({**SIZES, "large": LARGE}[size][key] for key in ("layers", "width", "heads"))
     extra = dict(zip(KEYS.get(family, ()), MIXTURES.get(family, {}).get(size, ()), strict=True))
     extra |= {"qwen2_moe": {"shared_expert_intermediate_size": width}, "afmoe": {"head_dim": width // heads}}.get(
         family, {}

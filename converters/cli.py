@@ -132,6 +132,8 @@ def export(source: Source, folder: Folder, dtype: Dtype = None, revision: Revisi
 @app.command()
 def convert(source: Source, folder: Folder, dtype: Dtype = None, revision: Revision = None) -> None:
     """Write a checkpoint in our own format, which loads where transformers is absent."""
+    if Path(folder).exists() and any(Path(folder).iterdir()):
+        raise FileExistsError(f"{folder} is not empty: convert to a new folder")
     model = HookedTransformer.from_pretrained(source, dtype=torch_dtype(dtype), revision=revision)
     model.save_pretrained(folder)
     console.print(f"converted {source} to {folder}", soft_wrap=True)
@@ -181,3 +183,7 @@ def spans(layers: list[int], num_layers: int) -> str:
         else:
             runs.append([layer])
     return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+if __name__ == "__main__":
+    app()

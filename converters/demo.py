@@ -37,7 +37,7 @@ def make_checkpoint(family: str, folder: Path, **settings: Any) -> None:
     size = make_tokenizer(folder, eos_token="<eos>")
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
     config = AutoConfig.for_model(
-        family, vocab_size=size + 3, **special, **converters.family_of({"model_type": family}).TINY, **settings
+        family, **{"vocab_size": size + 3, **special, **converters.family_of({"model_type": family}).TINY, **settings}
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

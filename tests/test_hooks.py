@@ -93,9 +93,11 @@ def test_bad_filters(model: HookedTransformer) -> None:
     with pytest.raises(ValueError, match="input_ids holds integers"):
         model.add_hook("input_ids", print, backward=True)
     for nothing in ([], lambda name: False):
-        with pytest.raises(UnknownName, match="means no value of this model"):
+        with pytest.raises(UnknownName, match="means no value"):
             model.add_hook(nothing, print)
-        assert len(model.run_with_cache(prompt(), names_filter=nothing)[1]) == 0
+    with pytest.raises(UnknownName, match="is true of no name of this model"):
+        model.run_with_cache(prompt(), names_filter=lambda name: False)
+    assert len(model.run_with_cache(prompt(), names_filter=[])[1]) == 0
     for pair in (("logits", print), {"logits": print}, [("logits", print, 1)]):
         with pytest.raises(TypeError, match="fwd_hooks is a list of pairs"):
             model.run_with_hooks(prompt(), fwd_hooks=pair)

@@ -37,6 +37,9 @@ def test_texts_are_padded_on_the_left(folder: Path) -> None:
     assert cache["input_ids"][1, :4].tolist() == [model.tokenizer.eos_token_id] * 4
     torch.testing.assert_close(logits[1, 4:], model(SHORT)[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits[0], model(LONG)[0], atol=1e-4, rtol=1e-4)
+    tokens, mask = model.to_tokens([LONG, SHORT], return_mask=True)
+    assert torch.equal(model(tokens, attention_mask=mask), model([LONG, SHORT]))
+    assert not torch.equal(model(tokens), model([LONG, SHORT]))
 
 
 @torch.no_grad()

@@ -97,8 +97,33 @@ def test_lens_names_are_the_values_in_lens_order(model: HookedTransformer) -> No
     ):
         assert cache[short, 1].shape[:2] == (2, LENGTH)
         assert model.get_name(short, 1).endswith(value)
-    every = model.run_with_cache(prompt(), names_filter="blocks.*.hook_resid_post")[1]
-    assert list(every) == [f"layers.{i}.layer_output" for i in range(model.num_layers)]
+    outputs = [f"layers.{i}.layer_output" for i in range(model.num_layers)]
+    filters = ("blocks.*.hook_resid_post", "resid_post", "hook_resid_post", lambda name: name.endswith("resid_post"))
+    for names_filter in filters:
+        assert list(model.run_with_cache(prompt(), names_filter=names_filter)[1]) == outputs
+    assert torch.equal(cache.stack("resid_post"), cache.stack("layer_output"))
+    assert torch.equal(cache.stack("q"), cache.stack("attention_queries_before_rotary").transpose(2, 3))
+
+
+@torch.no_grad()
+def test_a_ported_patching_script(model: HookedTransformer) -> None:
+    """`clean_cache[hook.name]` under a TransformerLens name is in the order that the hook got its value in."""
+    _, clean = model.run_with_cache(prompt())
+    other = (prompt() + 1) % model.vocab_size
+    seen = []
+
+    def patch(value: Tensor, hook: Any) -> Tensor:
+        seen.append((hook.name, hook.layer()))
+        value[:, :, 1] = clean[hook.name][:, :, 1]
+        return value
+
+    def patch_ours(value: Tensor, hook: Any) -> None:
+        value[:, 1] = clean[hook.name][:, 1]
+
+    ported = model.run_with_hooks(other, fwd_hooks=[("blocks.1.attn.hook_q", patch)])
+    ours = model.run_with_hooks(other, fwd_hooks=[(("attention_queries_before_rotary", 1), patch_ours)])
+    assert torch.equal(ported, ours)
+    assert seen == [("blocks.1.attn.hook_q", 1)]
 
 
 @torch.no_grad()
@@ -337,6 +362,24 @@ def test_expert_helpers(model: HookedTransformer, cache: Any) -> None:
 
 
 # -- caches ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_head_results_of_parts_of_a_cache(model: HookedTransformer, cache: Any) -> None:
+    whole = cache.stack_head_results()
+    assert torch.equal(cache.slice(batch=0).stack_head_results(), whole[:, 0])
+    assert torch.equal(cache.slice(position=-1).stack_head_results(), whole[:, :, -1])
+    assert torch.equal(cache.slice(batch=1, position=2).decompose_resid(), cache.decompose_resid()[:, 1, 2])
+
+
+@torch.no_grad()
+def test_a_cache_can_be_saved(cache: Any, tmp_path: Path) -> None:
+    torch.save(cache, tmp_path / "cache.pt")
+    again = torch.load(tmp_path / "cache.pt", weights_only=False)
+    assert list(again) == list(cache)
+    assert torch.equal(again["layer_output", 1], cache["layer_output", 1])
+    with pytest.raises(RuntimeError, match="the model of this cache was deleted"):
+        again.logit_lens()
 
 
 @torch.no_grad()

@@ -40,13 +40,20 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             raise RuntimeError("the model of this cache was deleted")
         return model
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
+        return {"_values": self._values, "_names": self._names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _model=lambda: None)
+
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in self._values:
             return self._values[key]
         name = key[0] if isinstance(key, tuple) else key
         is_grad = isinstance(name, str) and name.endswith(GRAD)
         plain = name.removesuffix(GRAD) if is_grad else name
-        point, by_lens = self._names.one((plain, *key[1:]) if isinstance(key, tuple) else plain)
+        point, _, by_lens = self._names.one((plain, *key[1:]) if isinstance(key, tuple) else plain)
         full = point.name + GRAD if is_grad else point.name
         if full not in self._values:
             raise UnknownName(f"{full} is not in this cache: {self._why_missing(full)}")
@@ -67,10 +74,8 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def stack(self, value: str) -> Tensor:
         """`value` of every layer that has it, [layers ...]."""
-        entries = [entry for entry in self._names.by_value.get(value, {}).values() if isinstance(entry, HookPoint)]
-        if not entries:
-            raise self._names.miss(value)
-        return torch.stack([self[point.name] for point in entries])
+        targets = self._names.targets(value)
+        return torch.stack([self[target.lens if target.heads_behind else target.point.name] for target in targets])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> ActivationCache:
         """A cache of the same names, each tensor through `fn`."""
@@ -81,7 +86,9 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             name: fn(self._names.points[name.removesuffix(GRAD)], value) if isinstance(value, Tensor) else value
             for name, value in self._values.items()
         }
-        return ActivationCache(values, self._names, self.model)
+        mapped = ActivationCache.__new__(ActivationCache)
+        mapped.__dict__.update(_values=values, _names=self._names, _model=self._model)
+        return mapped
 
     def to(self, *args: Any, **kwargs: Any) -> ActivationCache:
         """The cache with its tensors moved or cast as `Tensor.to` does; the model stays where it is."""

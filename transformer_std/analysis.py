@@ -31,7 +31,7 @@ class Analysis:
     def get_topk_closest_tokens(self, hidden: Float[Tensor, "*axes hidden_size"], k: int = 5) -> list[Any]:
         """The `k` likeliest next tokens of a stream, read out by the final norm and the head: pairs of text and
         probability; nested lists where `hidden` has more axes than the last."""
-        probabilities = self.project_on_vocab(hidden).softmax(-1, dtype=torch.float32)  # type: ignore[attr-defined]
+        probabilities = self.project_on_vocab(hidden).detach().softmax(-1, dtype=torch.float32)  # type: ignore[attr-defined]
         return self._named(*probabilities.topk(k, dim=-1))
 
     def probs_to_dict(self, probabilities: Float[Tensor, " vocab_size"], k: int = 5) -> dict[str, float]:
@@ -68,15 +68,18 @@ class Analysis:
     def steer(
         self,
         layers: int | Sequence[int],
-        vector: Float[Tensor, " hidden_size"],
+        vector: Tensor,
         factor: float = 1.0,
         token_positions: Positions = None,
         batch_index: Positions = None,
     ) -> Iterator[None]:
         """Adds `factor * vector` to the stream leaving each of `layers`, at some positions and rows or at all.
 
-        Positions are the prompt's: in generation, the steps after it are steered only where `token_positions` is None.
+        Positions are columns of the input, padding included, so that -1 is every row's last token under left padding.
+        In generation they are the prompt's: the steps after it are steered only where `token_positions` is None.
         """
+        if vector.shape != (self.hidden_size,):  # type: ignore[attr-defined]
+            raise ValueError(f"the vector is {list(vector.shape)}; the stream has {self.hidden_size} dimensions")  # type: ignore[attr-defined]
         rows = slice(None) if batch_index is None else [batch_index] if isinstance(batch_index, int) else batch_index
 
         def add(stream: Tensor, hook: HookPoint) -> Tensor | None:

@@ -87,7 +87,7 @@ class Decomposition:
         at = self._layer(layer)
         parts, labels = [], []
         for i in range(at):
-            heads = rearrange(self["attention_result", i], "batch seq head hidden -> head batch seq hidden")
+            heads = rearrange(self["attention_result", i], "... head hidden -> head ... hidden")
             norm = self.model.layers[i].self_attn.post_norm
             if norm is not None and post_norm:
                 heads = frozen(norm, heads, self["attention_unnormed_output", i])
@@ -109,12 +109,13 @@ class Decomposition:
         return frozen(norm, stack, self._stream(layer, mlp_input))
 
     def logit_attrs(
-        self, stack: Stack, tokens: str | int | Tensor, incorrect_tokens: str | int | Tensor | None = None
+        self, stack: Stack, tokens: Any, incorrect_tokens: Any = None
     ) -> Float[Tensor, "component batch seq"]:
         """What each part of the last stream adds to the logit of `tokens`, less that of `incorrect_tokens`: through the
         final norm with its frozen scale, then the head.
 
-        `tokens` is a text of one token, an id, or ids [batch] or [batch seq]. Over a stack that sums to the stream the
+        `tokens` is a text of one token, an id, a list of either, one a row, or ids [batch] or [batch seq]. Over a stack
+        that sums to the stream the
         attributions, and `model.bias_logits` of the token, sum to the logit.
         """
         direction = self._direction(tokens)
@@ -156,10 +157,13 @@ class Decomposition:
             return self["layer_output", self.model.num_layers - 1]
         return self["layer_mid" if mlp_input else "layer_input", layer]
 
-    def _direction(self, tokens: str | int | Tensor) -> Tensor:
+    def _direction(self, tokens: Any) -> Tensor:
         """The head's row of each token: [hidden_size], [batch 1 hidden_size] or [batch seq hidden_size]."""
         if isinstance(tokens, str):
             tokens = self.model.to_single_token(tokens)
+        elif isinstance(tokens, (list, tuple)):  # one a row
+            ids = [self.model.to_single_token(each) if isinstance(each, str) else each for each in tokens]
+            tokens = torch.tensor(ids)
         rows = self.model.lm_head.weight[tokens]
         return rows[:, None] if rows.ndim == 2 else rows
 

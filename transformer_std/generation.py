@@ -20,8 +20,8 @@ class StepCaches(list[ActivationCache]):
     """One cache a step of a generation: the prompt pass first."""
 
     def cat(self) -> ActivationCache:
-        """One cache over all positions, where a value's layout has them; else the last step's. Of a pattern's rows each
-        has the keys that its step saw, the rest zero."""
+        """One cache over all positions, where a value's layout has them; else the last step's. A pattern's row has its
+        step's keys in their places, and zero elsewhere."""
         first = self[0]
         values = {name: self._joined(name) for name in first}
         return ActivationCache(values, first._names, first.model)
@@ -29,13 +29,19 @@ class StepCaches(list[ActivationCache]):
     def _joined(self, name: str) -> Any:
         values = [cache[name] for cache in self]
         names = axes(self[0]._names.points[name].layout)
-        if not isinstance(values[0], Tensor) or "batch" not in names:
+        along = next((names.index(each) for each in ("query", "seq") if each in names), None)
+        if not isinstance(values[0], Tensor) or along is None or name == "attention_mask":
             return values[-1]
-        if "key" in names:
-            keys = max(value.shape[-1] for value in values)
-            return torch.cat([torch.nn.functional.pad(value, (0, keys - value.shape[-1])) for value in values], dim=-2)
-        grows = name.endswith(("attention_keys", "attention_values", "attention_mask"))  # each step has the past too
-        return values[-1] if grows or "seq" not in names else torch.cat(values, dim=names.index("seq"))
+        prompt = values[0].shape[along]
+        joined = values[0].new_empty(0)
+        for step, value in enumerate(values):  # a pass covers the last positions up to its own
+            end = prompt + step
+            if "key" in names:
+                before = end - value.shape[-1]
+                value = torch.nn.functional.pad(value, (before, len(values) - 1 - step))
+            start = end - value.shape[along]
+            joined = value if start == 0 else torch.cat((joined.narrow(along, 0, start), value), dim=along)
+        return joined
 
 
 @dataclass

@@ -47,10 +47,12 @@ class Handle:
         self.active = True
         self._points: list[HookPoint] = []
 
-    def attach(self, point: HookPoint, by_lens: bool = False) -> None:
-        """To `point`; `by_lens`: the function speaks [batch seq head dim] where the value is [batch head seq dim]."""
+    def attach(self, point: HookPoint, lens: str = "", heads_behind: bool = False) -> None:
+        """To `point`. Under a `lens` name the function hears that name from its hook; `heads_behind`: and speaks
+        [batch seq head dim] where the value is [batch head seq dim]."""
         point.check_takes(self)
-        point._handles = (*point._handles, Attached(self, _heads_behind(self.fn) if by_lens else self.fn))
+        fn = functools.partial(_through_lens, self.fn, LensPoint(point, lens), heads_behind) if lens else self.fn
+        point._handles = (*point._handles, Attached(self, fn))
         self._points.append(point)
 
     def detach(self) -> None:
@@ -83,15 +85,27 @@ class Attached(NamedTuple):
     fn: Callable[..., Any]
 
 
-def _heads_behind(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def speaking(value: Tensor, hook: HookPoint) -> Any:
-        seen = rearrange(value, "batch head seq dim -> batch seq head dim")
-        new = fn(seen, hook)
-        if not isinstance(new, Tensor) or new.ndim != 4:
-            return new
-        return None if new is seen else rearrange(new, "batch seq head dim -> batch head seq dim")
+class LensPoint:
+    """A hook point as TransformerLens' scripts know it: under its name there, and with `layer()`."""
 
-    return speaking
+    def __init__(self, point: HookPoint, name: str):
+        self._point, self.name = point, name
+
+    def layer(self) -> int | None:
+        return self._point.layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_point"), name)
+
+
+def _through_lens(fn: Callable[..., Any], lens: LensPoint, heads_behind: bool, value: Tensor, hook: HookPoint) -> Any:
+    if not heads_behind:
+        return fn(value, lens)
+    seen = rearrange(value, "batch head seq dim -> batch seq head dim")
+    new = fn(seen, lens)
+    if not isinstance(new, Tensor) or new.ndim != 4:
+        return new
+    return None if new is seen else rearrange(new, "batch seq head dim -> batch head seq dim")
 
 
 class HookPoint:
@@ -128,6 +142,14 @@ class HookPoint:
     @property
     def watches_gradient(self) -> bool:
         return any(handle.kind in BACKWARD for handle, _ in self._handles)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without its hooks: a copy is a place of its own."""
+        return {name: getattr(self, name) for name in self.__slots__ if name not in ("__weakref__", "_handles", "ctx")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in {**state, "_handles": (), "ctx": {}}.items():
+            setattr(self, name, value)
 
     def fresh(self) -> HookPoint:
         return HookPoint(self.layout, self.description, self.write)

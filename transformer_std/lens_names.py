@@ -47,6 +47,14 @@ def translate(name: str) -> str | None:
     return NAMES[template].format(i=block) if template in NAMES else None
 
 
+def of(name: str) -> str | None:
+    """TransformerLens' name for a full name of ours; None where it has none."""
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    template = f"layers.{{i}}.{found[2]}" if found else name
+    lens = next((lens for lens, ours in NAMES.items() if ours == template), None)
+    return lens and lens.format(i=found[1] if found else "")
+
+
 def heads_behind(value: str) -> bool:
     """Whether TransformerLens has this value of ours as [batch pos head d_head]."""
     return value in HEADS_BEHIND

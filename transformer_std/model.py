@@ -342,6 +342,10 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         return self.embed_tokens.weight.device if at is None else torch.device(at)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
     def num_layers(self) -> int:
         return self.config.num_layers
 

@@ -40,7 +40,15 @@ class Direct(nn.Module):
         return dtype
 
 
-class Linear(Direct, nn.Linear):
+class Unfilled:
+    """Leaves parameters on the meta device as they are: to draw values there imports a second's worth of torch."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # type: ignore[attr-defined]
+            super().reset_parameters()  # type: ignore[misc]
+
+
+class Linear(Direct, Unfilled, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         own = self._parameters
         if "weight" in own and "bias" in own:  # they are not where a parametrization computes them
@@ -48,11 +56,11 @@ class Linear(Direct, nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-class LayerNorm(Direct, nn.LayerNorm):
+class LayerNorm(Direct, Unfilled, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class Embedding(Direct, nn.Embedding):
+class Embedding(Direct, Unfilled, nn.Embedding):
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

@@ -17,10 +17,12 @@ NamesFilter = Any
 
 
 class Target(NamedTuple):
-    """A hook point that was asked for; `by_lens`: by a name whose axes are ordered as TransformerLens orders them."""
+    """A hook point that was asked for. `lens`: by this name of TransformerLens; `heads_behind`: whose axes it has in
+    another order."""
 
     point: HookPoint
-    by_lens: bool = False
+    lens: str = ""
+    heads_behind: bool = False
 
 
 class UnknownName(KeyError):
@@ -92,7 +94,11 @@ class Names:
         if isinstance(wanted, tuple) and len(wanted) == 2 and isinstance(wanted[0], str) and isinstance(wanted[1], int):
             return [self.at(*wanted)]
         if callable(wanted):
-            return [Target(point) for name, point in self.points.items() if wanted(name)]
+            found = [Target(point) for name, point in self.points.items() if wanted(name)]
+            found = found or [target for name, target in self._lens_targets() if wanted(name)]
+            if not found:
+                raise UnknownName(f"{wanted!r} is true of no name of this model, so it means no value")
+            return found
         if isinstance(wanted, Iterable):
             return [target for each in wanted for target in self._find(each)]
         raise TypeError(
@@ -103,13 +109,22 @@ class Names:
     def _by_string(self, name: str) -> Iterable[Target]:
         if name in self.points:
             return [Target(self.points[name])]
+        if name not in self.by_value and (short := name.removeprefix("hook_")) in lens_names.SHORT:
+            return [self._lens(target.point) for target in self._by_string(lens_names.SHORT[short])]
         if (ours := lens_names.translate(name)) is not None:
-            return [Target(point, lens_names.heads_behind(point.value)) for point, _ in self._by_string(ours)]
+            return [self._lens(target.point) for target in self._by_string(ours)]
         if name in self.by_value:
             return self._everywhere(name)
         if any(each in name for each in "*?["):
             return self._by_glob(name)
         raise self.miss(name)
+
+    def _lens(self, point: HookPoint) -> Target:
+        return Target(point, lens_names.of(point.name) or "", lens_names.heads_behind(point.value))
+
+    def _lens_targets(self) -> list[tuple[str, Target]]:
+        targets = [self._lens(point) for point in self.points.values()]
+        return [(target.lens, target) for target in targets if target.lens]
 
     def _by_glob(self, pattern: str) -> list[Target]:
         found = [Target(point) for name, point in self.points.items() if fnmatch.fnmatchcase(name, pattern)]
@@ -127,8 +142,7 @@ class Names:
     def at(self, value: str, layer: int) -> Target:
         """The hook point of `value` in block `layer` (negative: from the last block)."""
         if value not in self.by_value and value in lens_names.SHORT:
-            point, _ = self.at(lens_names.SHORT[value], layer)
-            return Target(point, lens_names.heads_behind(point.value))
+            return self._lens(self.at(lens_names.SHORT[value], layer).point)
         if value in self.points and value not in self.by_value:
             raise UnknownName(f"{value!r} is a full name, and has its layer: ask for it alone")
         if value not in self.by_value:
@@ -149,8 +163,7 @@ class Names:
         if name in self.points:
             return Target(self.points[name])
         if (ours := lens_names.translate(str(name))) is not None:
-            point = self.one(ours).point
-            return Target(point, lens_names.heads_behind(point.value))
+            return self._lens(self.one(ours).point)
         if name in self.by_value and None not in self.by_value[name]:
             raise UnknownName(f"{name} is a value of every block: ask for ({name!r}, layer)")
         raise self.miss(name)

@@ -36,9 +36,12 @@ class Text:
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | str | Path | None) -> None:
         self._tokenizer = tokenizer
 
-    def to_tokens(self, texts: str | Sequence[str]) -> Tokens:
-        """Token ids of text as the forward would take it, [batch seq]; several texts are padded on the left."""
-        return self._encode(texts)[0]
+    def to_tokens(self, texts: str | Sequence[str], *, return_mask: bool = False) -> Any:
+        """Token ids of text, [batch seq]. Several texts are padded on the left: the forward then needs the mask too,
+        `model(tokens, attention_mask=mask)`; with `return_mask` the answer is the pair."""
+        tokens, mask = self._encode(texts)
+        mask = torch.ones_like(tokens) if mask is None else mask
+        return (tokens, mask) if return_mask else tokens
 
     def _encode(self, texts: Any) -> tuple[Tokens, Int[Tensor, "batch seq"] | None]:
         """Token ids of texts, padded on the left, with the mask that says so. Nothing is prepended that the tokenizer

@@ -55,8 +55,11 @@ class Experts(Direct):
         bound = hidden_size**-0.5
         self.gate_up = nn.Parameter(torch.empty(cfg.num_experts, 2 * cfg.intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(cfg.num_experts, hidden_size, cfg.intermediate_size))
-        for parameter in (self.gate_up, self.down):
+        for parameter in (self.gate_up, self.down) if not self.down.is_meta else ():
             nn.init.uniform_(parameter, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"gate_up={list(self.gate_up.shape)}, down={list(self.down.shape)}"
 
     def forward(
         self, x: Residual, weights: ExpertWeights, indices: ExpertIndices, meet: Callable[..., Tensor]
