@@ -33,6 +33,8 @@ def place(
         device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=blocks)
     if "disk" in device_map.values() and offload_folder is None:
         raise ValueError("device_map puts parts on disk: say where with offload_folder")
+    if offload_folder is not None and Path(offload_folder).exists() and any(Path(offload_folder).iterdir()):
+        raise ValueError(f"offload_folder {offload_folder} is not empty: its weights would be taken for this model's")
     return dispatch_model(
         model, device_map, offload_dir=offload_folder, preload_module_classes=blocks, force_hooks=True
     )

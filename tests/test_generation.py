@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import weakref
 from collections.abc import Callable
@@ -376,3 +377,97 @@ def test_generation_is_freed(checkpoints: Folders) -> None:
         assert watched() is None
     finally:
         gc.enable()
+
+
+# -- what broke it once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_on_many_prompts(dtype: torch.dtype, checkpoints: Folders) -> None:
+    """A head with a bias rounds otherwise on one row than on many: both libraries give it the last position alone."""
+    for base in BASES:
+        model, reference = both(checkpoints(base), "sdpa", dtype)
+        for seed in range(12):
+            tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(100 + seed))
+            ours = model.generate(tokens, max_new_tokens=6)
+            assert torch.equal(ours, theirs(reference, tokens, max_new_tokens=6)), (base.id, seed)
+
+
+def test_repetition_penalty_leaves_padding_out(checkpoints: Folders) -> None:
+    model, reference = both(checkpoints(BASES[0]), "sdpa")
+    for seed in range(8):
+        tokens = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+        tokens[0, :4] = model.generate(tokens[:1, 4:], max_new_tokens=1)[0, -1]  # padding with what it would write
+        ours = model.generate(tokens, max_new_tokens=5, attention_mask=MASK, repetition_penalty=1.5)
+        assert torch.equal(ours, theirs(reference, tokens, MASK, max_new_tokens=5, repetition_penalty=1.5))
+
+
+@torch.no_grad()
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(model: HookedTransformer) -> None:
+    def fail(value: Tensor, hook: Any) -> None:
+        raise RuntimeError("half-way")
+
+    cache, other = KVCache(model), KVCache(model)
+    for each in (cache, other):
+        model(prompt()[:, :6], kv_cache=each)
+    with pytest.raises(RuntimeError, match="half-way"):
+        model.run_with_hooks(prompt()[:, 6:7], kv_cache=cache, fwd_hooks=[(("layer_output", 1), fail)])
+    assert len(cache) == 6
+    assert torch.equal(model(prompt()[:, 6:7], kv_cache=cache), model(prompt()[:, 6:7], kv_cache=other))
+
+
+def test_losses_and_counts_of_cached_passes(model: HookedTransformer) -> None:
+    cache = KVCache(model)
+    with torch.no_grad():
+        model(prompt()[:, :6], kv_cache=cache, attention_mask=MASK[:, :6])
+        loss, kept = model.run_with_cache(
+            prompt()[:, 6:], kv_cache=cache, attention_mask=MASK[:, 6:], return_type="loss", names_filter="*"
+        )
+        logits = model(prompt(), attention_mask=MASK)[:, 6:]
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), prompt()[:, 7:].flatten())
+    torch.testing.assert_close(loss, expected)
+    if model.support(-1)["router_logits"] is None:
+        assert int(kept.expert_counts(1).sum()) == 2 * (LENGTH - 6) * model.layers[1].mlp.top_k
+        assert kept.routing_entropy(1).shape == (2 * (LENGTH - 6),)
+
+
+def test_gradients_of_a_soft_prompt_through_a_cache(model: HookedTransformer) -> None:
+    model.requires_grad_(False)
+
+    def gradient(bounds: list[int]) -> Tensor:
+        soft = torch.zeros(2, 4, model.hidden_size, requires_grad=True)
+        cache, outputs = KVCache(model), []
+
+        def add(value: Tensor, hook: Any) -> Tensor:
+            return torch.cat((value[:, :4] + soft, value[:, 4:]), 1)
+
+        for start, end in itertools.pairwise(bounds):
+            hooks = [("token_embeddings", add)] if start == 0 else []
+            outputs.append(model.run_with_hooks(prompt()[:, start:end], kv_cache=cache, fwd_hooks=hooks))
+        torch.cat(outputs, 1).square().mean().backward()
+        return soft.grad
+
+    torch.testing.assert_close(gradient([0, 8, 9, 10, 11, 12]), gradient([0, 12]), atol=1e-4, rtol=1e-3)
+
+
+def test_a_stream_leaves_other_passes_alone(model: HookedTransformer) -> None:
+    stream = model.stream(prompt(), max_new_tokens=5, stop_at_eos=False)
+    next(stream)
+    next(stream)
+    assert all(point.step == 0 for point in model.names.points.values())
+    vector = torch.randn(model.hidden_size)
+    with torch.no_grad():
+        plain = model(prompt())
+        with model.steer(0, vector, token_positions=-1):
+            assert not torch.equal(model(prompt()), plain)
+
+
+def test_steering_does_not_depend_on_the_cache(model: HookedTransformer) -> None:
+    vector = 3 * torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0))
+    for positions in ([2, 3, 4], -1, None):
+        with model.steer(0, vector, token_positions=positions):
+            cached, plain = (
+                model.generate(prompt(), max_new_tokens=5, stop_at_eos=False, use_kv_cache=each)
+                for each in (True, False)
+            )
+        assert torch.equal(cached, plain)

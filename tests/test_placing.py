@@ -49,7 +49,7 @@ def test_a_model_partly_on_disk(base: Recipe, checkpoints: Folders, tmp_path: Pa
     assert spreaded.layers[1].self_attn.o.weight.is_meta
 
 
-def test_device_maps(checkpoints: Folders) -> None:
+def test_device_maps(checkpoints: Folders, tmp_path: Path) -> None:
     folder = checkpoints(BASES[0])
     model = HookedTransformer.from_pretrained(folder, device_map="auto", max_memory={"cpu": "1GB"})
     assert torch.equal(model(prompt()), HookedTransformer.from_pretrained(folder)(prompt()))
@@ -57,6 +57,9 @@ def test_device_maps(checkpoints: Folders) -> None:
         HookedTransformer.from_pretrained(folder, device_map="balanced-ish")
     with pytest.raises(ValueError, match="say where with offload_folder"):
         HookedTransformer.from_pretrained(folder, device_map=spread(model))
+    (tmp_path / "index.json").write_text("{}")  # as another model's offload has it
+    with pytest.raises(ValueError, match="is not empty: its weights would be taken for this model's"):
+        HookedTransformer.from_pretrained(folder, device_map=spread(model), offload_folder=tmp_path)
 
 
 def test_torch_hooks_on_our_modules_are_called(checkpoints: Folders) -> None:

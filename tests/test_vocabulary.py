@@ -448,3 +448,28 @@ def test_support_of_a_huge_config_is_read_in_a_moment() -> None:
         model = HookedTransformer(config)
     assert sum(parameter.numel() for parameter in model.parameters()) > 4e11
     assert model.support()["router_logits"] == {0: "a dense MLP: it has no router and no experts"}
+
+
+@torch.no_grad()
+def test_tools_on_caches_without_an_axis(model: HookedTransformer) -> None:
+    _, whole = model.run_with_cache(prompt(7))
+    _, bare = model.run_with_cache(prompt(7)[:1], remove_batch_dim=True)
+    row = whole.slice(batch=0)
+    tokens = (prompt(7) + 1) % model.vocab_size
+    expected = whole.logit_attrs(whole.decompose_resid(), tokens)
+    torch.testing.assert_close(row.logit_attrs(row.decompose_resid(), tokens[0]), expected[:, 0])
+    torch.testing.assert_close(
+        bare.logit_attrs(bare.decompose_resid(), tokens[0]), expected[:, 0], atol=1e-4, rtol=1e-4
+    )
+    last = whole.slice(position=-1)
+    torch.testing.assert_close(last.logit_attrs(last.decompose_resid(), tokens[:, -1]), expected[:, :, -1])
+    for name in ("blocks.1.attn.hook_q", "blocks.1.attn.hook_v"):
+        assert torch.equal(last[name], whole[name][:, -1])
+        assert torch.equal(row[name], whole[name][0])
+        assert torch.equal(whole.slice(batch=0, position=-1)[name], whole[name][0, -1])
+    half = whole.to(torch.bfloat16)
+    assert half["input_ids"].dtype == torch.int64
+    assert half["logits"].dtype == torch.bfloat16
+    if model.config.layers[0].kind == "parallel":
+        with pytest.raises(Unavailable, match="parallel"):
+            whole.decompose_resid(1, mlp_input=True)

@@ -31,6 +31,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def __init__(self, values: dict[str, Any], names: Names, model: HookedTransformer):
         self._values, self._names = values, names
+        self._gone: frozenset[str] = frozenset()  # axes that were taken out of every value
         self._model = weakref.ref(model)  # a cache keeps no model alive
 
     @property
@@ -42,7 +43,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
-        return {"_values": self._values, "_names": self._names}
+        return {"_values": self._values, "_names": self._names, "_gone": self._gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _model=lambda: None)
@@ -58,7 +59,9 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
         if full not in self._values:
             raise UnknownName(f"{full} is not in this cache: {self._why_missing(full)}")
         value = self._values[full]
-        return rearrange(value, "... head seq dim -> ... seq head dim") if by_lens else value
+        return (
+            rearrange(value, "... head seq dim -> ... seq head dim") if by_lens and "seq" not in self._gone else value
+        )
 
     @staticmethod
     def _why_missing(full: str) -> str:
@@ -87,12 +90,18 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             for name, value in self._values.items()
         }
         mapped = ActivationCache.__new__(ActivationCache)
-        mapped.__dict__.update(_values=values, _names=self._names, _model=self._model)
+        mapped.__dict__.update(self.__dict__, _values=values)
         return mapped
 
     def to(self, *args: Any, **kwargs: Any) -> ActivationCache:
-        """The cache with its tensors moved or cast as `Tensor.to` does; the model stays where it is."""
-        return self.map(lambda value: value.to(*args, **kwargs))
+        """The cache with its tensors moved or cast as `Tensor.to` does, integers moved alone; the model stays where it
+        is."""
+
+        def to(value: Tensor) -> Tensor:
+            moved = value.to(*args, **kwargs)
+            return moved if value.is_floating_point() else value.to(moved.device)
+
+        return self.map(to)
 
     def detach(self) -> ActivationCache:
         """The cache out of the autograd graph."""
@@ -102,20 +111,27 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
         """Some rows and positions of every value; a single index takes its axis out. Positions are those of the
         stream: of a pattern, its queries, while its keys stay whole."""
 
+        asked = {name for name, index in (("batch", batch), ("seq", position)) if index is not None}
+        if gone := asked & self._gone:
+            raise ValueError(f"this cache has no {' or '.join(sorted(gone))} axis any more: slice the whole cache")
+
         def cut(point: HookPoint, value: Tensor) -> Tensor:
-            names = axes(point.layout)
-            if value.ndim != len(names):
-                raise ValueError(f"{point.name} has no batch axis any more: slice before remove_batch_dim")
+            names = [name for name in axes(point.layout) if name not in self._gone]
             for name, index in (("seq", position), ("query", position), ("batch", batch)):
                 if index is not None and name in names:
                     value = value[(slice(None),) * names.index(name) + (index,)]
             return value
 
-        return self._map(cut)
+        sliced = self._map(cut)
+        taken = {name for name, index in (("batch", batch), ("seq", position)) if isinstance(index, int)}
+        sliced._gone = self._gone | taken | ({"query"} if "seq" in taken else set())
+        return sliced
 
     def without_batch(self) -> ActivationCache:
         """The cache of a batch of one, without the batch axis."""
-        return self.map(lambda value: rearrange(value, "1 ... -> ..."))
+        bare = self.map(lambda value: rearrange(value, "1 ... -> ..."))
+        bare._gone = self._gone | {"batch"}
+        return bare
 
     @property
     def num_bytes(self) -> int:

@@ -76,19 +76,25 @@ class Analysis:
         """Adds `factor * vector` to the stream leaving each of `layers`, at some positions and rows or at all.
 
         Positions are columns of the input, padding included, so that -1 is every row's last token under left padding.
-        In generation they are the prompt's: the steps after it are steered only where `token_positions` is None.
+        In generation they are the prompt's, and the tokens after it are steered only where `token_positions` is None.
         """
         if vector.shape != (self.hidden_size,):  # type: ignore[attr-defined]
             raise ValueError(f"the vector is {list(vector.shape)}; the stream has {self.hidden_size} dimensions")  # type: ignore[attr-defined]
         rows = slice(None) if batch_index is None else [batch_index] if isinstance(batch_index, int) else batch_index
 
+        prompt = 0
+
         def add(stream: Tensor, hook: HookPoint) -> Tensor | None:
-            if token_positions is not None and hook.step > 0:
-                return None
-            positions = slice(None) if token_positions is None else token_positions
+            nonlocal prompt
+            prompt = stream.shape[1] if hook.step == 0 else prompt
+            if token_positions is not None and stream.shape[1] < prompt:
+                return None  # a step that reads the new token alone
             change = torch.zeros_like(stream)
             some = change[rows]
-            some[:, positions] = factor * vector.to(stream)
+            if token_positions is None:
+                some[:] = factor * vector.to(stream)
+            else:
+                some[:, :prompt][:, token_positions] = factor * vector.to(stream)
             change[rows] = some
             return stream + change
 

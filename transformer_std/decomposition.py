@@ -24,6 +24,7 @@ class Decomposition:
     """Methods of an `ActivationCache` that holds the values they name; they raise `UnknownName` where it does not."""
 
     model: HookedTransformer
+    _gone: frozenset[str]
 
     def __getitem__(self, key: Any) -> Any:
         raise NotImplementedError
@@ -46,6 +47,7 @@ class Decomposition:
             parts += [self["attention_output", i], self["mlp_output", i]]
             labels += [f"{i}_attn_out", f"{i}_mlp_out"]
         if mlp_input:
+            self.model.names.at("layer_mid", at)  # where there is none, its reason
             parts.append(self["attention_output", at])
             labels.append(f"{at}_attn_out")
         return self._answer(torch.stack(parts), labels, layer, mlp_input, apply_ln, return_labels)
@@ -108,13 +110,12 @@ class Decomposition:
         norm = self.model.norm if block is None else block.mlp_norm if mlp_input else block.attention_norm
         return frozen(norm, stack, self._stream(layer, mlp_input))
 
-    def logit_attrs(
-        self, stack: Stack, tokens: Any, incorrect_tokens: Any = None
-    ) -> Float[Tensor, "component batch seq"]:
+    def logit_attrs(self, stack: Stack, tokens: Any, incorrect_tokens: Any = None) -> Float[Tensor, "component ..."]:
         """What each part of the last stream adds to the logit of `tokens`, less that of `incorrect_tokens`: through the
         final norm with its frozen scale, then the head.
 
-        `tokens` is a text of one token, an id, a list of either, one a row, or ids [batch] or [batch seq]. Over a stack
+        `tokens` is a text of one token, an id, a list of either, one a row, or ids [batch] or [batch seq] (of a cache
+        without one of these axes, the other). Over a stack
         that sums to the stream the
         attributions, and `model.bias_logits` of the token, sum to the logit.
         """
@@ -123,12 +124,12 @@ class Decomposition:
             direction = direction - self._direction(incorrect_tokens)
         return (self.apply_ln_to_stack(stack) * direction).sum(-1)
 
-    def logit_lens(self, layer: int | None = None) -> Float[Tensor, "component batch seq vocab_size"]:
+    def logit_lens(self, layer: int | None = None) -> Float[Tensor, "component *axes vocab_size"]:
         """The logits that the final norm, applied afresh, and the head make of the stream entering each block, and of
         the one leaving the last."""
         return self.model.project_on_vocab(self.accumulated_resid(layer))
 
-    def logit_lens_frozen(self, layer: int | None = None) -> Float[Tensor, "component batch seq vocab_size"]:
+    def logit_lens_frozen(self, layer: int | None = None) -> Float[Tensor, "component *axes vocab_size"]:
         """As `logit_lens`, but with the final norm's scale as it was on the whole stream: differences between the
         entries are then what each block adds to the logits."""
         normed = self.apply_ln_to_stack(self.accumulated_resid(layer))
@@ -136,15 +137,17 @@ class Decomposition:
 
     def expert_counts(self, layer: int) -> Int[Tensor, " num_experts"]:
         """How many slots of real tokens block `layer` sent to each expert."""
-        indices = self["expert_indices", layer][self["attention_mask"].bool()]
+        indices = self["expert_indices", layer]
+        indices = indices[self["attention_mask"][:, -indices.shape[1] :].bool()]
         return torch.bincount(indices.flatten(), minlength=self.model.layers[layer].mlp.num_experts)
 
     def routing_entropy(self, layer: int) -> Float[Tensor, " token"]:
         """How undecided block `layer`'s router is at each real token, in nats: the entropy of its scores over all
         experts, as shares of their sum; of the softmax of its logits where it scores each slot on its own."""
-        real = self["attention_mask"].bool()
+        logits = self["router_logits", layer]
+        real = self["attention_mask"][:, -logits.shape[1] :].bool()
         if self.model.layers[layer].mlp.scoring == "sparsemixer":
-            shares = self["router_logits", layer][real].float().softmax(-1)
+            shares = logits[real].float().softmax(-1)
         else:
             shares = self["router_scores", layer][real].float()
         return torch.special.entr(shares / shares.sum(-1, keepdim=True)).sum(-1)
@@ -165,7 +168,8 @@ class Decomposition:
             ids = [self.model.to_single_token(each) if isinstance(each, str) else each for each in tokens]
             tokens = torch.tensor(ids)
         rows = self.model.lm_head.weight[tokens]
-        return rows[:, None] if rows.ndim == 2 else rows
+        has_both = not self._gone & {"batch", "seq"}
+        return rows[:, None] if rows.ndim == 2 and has_both else rows
 
     def _answer(
         self,

@@ -104,7 +104,7 @@ class Generation:
         """
         caches = StepCaches()
         tokens, mask = self._prompt(input, attention_mask, max_new_tokens)
-        settings = (do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+        settings = (mask, do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
         steps = self._steps(
             tokens,
             mask,
@@ -127,7 +127,7 @@ class Generation:
         tokens, mask = self._prompt(input, options.pop("attention_mask", None), max_new_tokens)
         stop = {key: options.pop(key) for key in ("stop_at_eos", "eos_token_id", "stop_strings") if key in options}
         use_kv_cache = options.pop("use_kv_cache", True)
-        processors, do_sample = _processors(**options), options.get("do_sample", False)
+        processors, do_sample = _processors(mask, **options), options.get("do_sample", False)
         stopping = self._stopping(**stop)
         return self._steps(
             tokens, mask, max_new_tokens, processors, do_sample, stopping, use_kv_cache, (), StepCaches()
@@ -148,33 +148,44 @@ class Generation:
     ) -> Iterator[Int[Tensor, " batch"]]:
         cache = KVCache(self, tokens.shape[1] + count) if use_kv_cache else None  # type: ignore[arg-type]
         done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        try:
-            for step in range(count):
-                self._set_step(step)
-                if cache is not None and self._must_read_again(len(cache), tokens.shape[1]):
-                    cache = KVCache(self, tokens.shape[1] + count - step)  # type: ignore[arg-type]
-                fed = tokens[:, 0 if cache is None else len(cache) :]
-                logits = self._read(fed, mask, cache, names_filter, caches)
-                scores = processors(tokens, logits[:, -1].float())
-                new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
-                new = torch.where(done, stopping.pad, new)
-                tokens = torch.cat((tokens, new[:, None]), dim=1)
-                mask = None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
-                done = done | stopping.finished(tokens)
-                yield new
-                if bool(done.all()):
-                    break
-        finally:
-            self._set_step(0)
+        for step in range(count):
+            if cache is not None and self._must_read_again(len(cache), tokens.shape[1]):
+                cache = KVCache(self, tokens.shape[1] + count - step)  # type: ignore[arg-type]
+            fed = tokens[:, 0 if cache is None else len(cache) :]
+            logits = self._read(step, fed, mask, cache, names_filter, caches)
+            scores = processors(tokens, logits[:, -1].float())
+            new = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(-1)
+            new = torch.where(done, stopping.pad, new)
+            tokens = torch.cat((tokens, new[:, None]), dim=1)
+            mask = None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
+            done = done | stopping.finished(tokens)
+            yield new
+            if bool(done.all()):
+                break
 
     def _read(
-        self, fed: Tokens, mask: Tensor | None, cache: KVCache | None, names_filter: NamesFilter, caches: StepCaches
-    ) -> Float[Tensor, "batch seq vocab_size"]:
-        if names_filter == ():
-            return self(fed, attention_mask=mask, kv_cache=cache)  # type: ignore[operator]
-        logits, kept = self.run_with_cache(  # type: ignore[attr-defined]
-            fed, attention_mask=mask, kv_cache=cache, names_filter=names_filter
-        )
+        self,
+        step: int,
+        fed: Tokens,
+        mask: Tensor | None,
+        cache: KVCache | None,
+        names_filter: NamesFilter,
+        caches: StepCaches,
+    ) -> Float[Tensor, "batch read vocab_size"]:
+        """The logits of one step. The head reads the last position alone, as transformers' generate has it (its bits
+        depend on how many rows it reads), unless somebody watches what it says of all."""
+        watched = self.lm_head_output.watched or self.logits.watched  # type: ignore[attr-defined]
+        inputs = {"attention_mask": mask, "kv_cache": cache}
+        self._set_step(step)
+        try:
+            if names_filter == ():
+                return self(fed, **inputs, last_logits_only=not watched)  # type: ignore[operator]
+            heads = {"lm_head_output", "logits"} & {point.name for point in self.names.resolve(names_filter)}
+            logits, kept = self.run_with_cache(  # type: ignore[attr-defined]
+                fed, **inputs, names_filter=names_filter, last_logits_only=not (watched or heads)
+            )
+        finally:
+            self._set_step(0)
         caches.append(kept)
         return logits
 
@@ -229,6 +240,7 @@ class Generation:
 
 
 def _processors(
+    mask: Tensor | None,
     do_sample: bool = False,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -243,7 +255,8 @@ def _processors(
 
     chosen = generation.LogitsProcessorList()
     if repetition_penalty is not None:
-        chosen.append(generation.RepetitionPenaltyLogitsProcessor(repetition_penalty))
+        padding = {} if mask is None else {"prompt_ignore_length": mask.bool().int().argmax(1)}
+        chosen.append(generation.RepetitionPenaltyLogitsProcessor(repetition_penalty, **padding))
     if do_sample and temperature != 1.0:
         chosen.append(generation.TemperatureLogitsWarper(float(temperature)))
     for value, warper in (

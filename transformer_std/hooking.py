@@ -113,6 +113,7 @@ class Hooked(Host):
         """
         points = self.names.resolve(names_filter)
         cache = ActivationCache({}, self.names, self)
+        cache._gone = frozenset({"batch"} if remove_batch_dim else ())
         values, weak = cache._values, weakref.ref(cache)
         placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
 

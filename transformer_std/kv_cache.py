@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +32,8 @@ class LayerKV:
         new = keys.shape[2]
         kept = len(self) if self.window is None else min(len(self), self.window - 1)
         self._start = self._end - kept
-        if keys.requires_grad or values.requires_grad:  # autograd needs tensors that later steps leave alone
+        tracked = any(each is not None and each.requires_grad for each in (keys, values, self._keys, self._values))
+        if tracked:  # autograd needs tensors that later steps leave alone
             self._keys, self._values = self._joined(self._keys, keys), self._joined(self._values, values)
             self._start, self._end = 0, kept + new
             return self._keys, self._values
@@ -39,6 +44,12 @@ class LayerKV:
         self._end += new
         seen = slice(self._start, self._end)
         return self._keys[:, :, seen], self._values[:, :, seen]  # type: ignore[index]
+
+    def state(self) -> tuple[Any, ...]:
+        return self._keys, self._values, self._start, self._end
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self._keys, self._values, self._start, self._end = state
 
     def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
         return new if held is None else torch.cat((held[:, :, self._start : self._end], new), dim=2)
@@ -104,6 +115,17 @@ class KVCache:
         if not torch.equal(past.bool(), torch.ones_like(past).bool() if held is None else held.bool()):
             raise ValueError("the attention_mask says otherwise of the positions that the kv_cache holds")
         return given
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """For the length of a pass: if it fails half-way, the cache is as it was before."""
+        states = [layer.state() for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            for layer, state in zip(self.layers, states, strict=True):
+                layer.restore(state)
+            raise
 
     def advance(self, mask: Tensor | None, batch: int, new: int) -> None:
         """Notes that `new` positions were read, under the `mask` of everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -169,6 +170,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         return_type: str | None = "logits",
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
+        last_logits_only: bool = False,
     ) -> Any:
         """Runs the model.
 
@@ -185,6 +187,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             start_at_layer: the first block to run.
             stop_at_layer: the first block not to run; the answer is the stream [batch seq hidden_size] that would
                 enter it. Negative numbers count from the last block.
+            last_logits_only: run the head on the last position alone, [batch 1 vocab_size].
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type is {return_type!r}; give 'logits', 'loss', 'both' or None")
@@ -205,14 +208,15 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         stream = self._run_blocks(stream, attention_mask, position_ids, kv_cache, first, last)
         if stop_at_layer is not None:
             return stream
-        logits = self._read_out(stream)
+        logits = self._read_out(stream, last_logits_only)
         if return_type == "logits":
             return logits
         if return_type is None:
             return None
         if tokens is None:
             raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
-        loss = next_token_loss(logits, tokens, attention_mask)
+        mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
+        loss = next_token_loss(logits, tokens, mask)
         return loss if return_type == "loss" else (logits, loss)
 
     def _read_input(
@@ -312,14 +316,16 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         masks = [visible(padding, seq, seen_keys(past, seq, window), window, device) for window in self._windows]
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
-        for block, ((rotary, window), cache) in zip(self.layers[first:last], kinds, strict=True):
-            stream = block(stream, angles[rotary], masks[window], cache)
+        with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
+            for block, ((rotary, window), cache) in zip(self.layers[first:last], kinds, strict=True):
+                stream = block(stream, angles[rotary], masks[window], cache)
         if kv_cache is not None:
             kv_cache.advance(mask if padding is not None else None, len(stream), seq)
         return stream
 
-    def _read_out(self, stream: Residual) -> Logits:
-        logits = self.logits(self.lm_head_output(self.lm_head(self.final_norm_output(self.norm(stream)))))
+    def _read_out(self, stream: Residual, last_only: bool) -> Float[Tensor, "batch read vocab_size"]:
+        normed = self.final_norm_output(self.norm(stream))
+        logits = self.logits(self.lm_head_output(self.lm_head(normed[:, -1:] if last_only else normed)))
         if self.next_token_probs.watched:
             self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
         return logits
