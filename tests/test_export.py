@@ -237,4 +237,4 @@ def test_commands_change_the_dtype_and_refuse(checkpoints: Folders, tmp_path: Pa
     status, output = run("export", folder, tmp_path / "export")
     assert (status, "is not empty" in output, "Traceback" in output) == (2, True, False)
     status, output = run("convert", folder, tmp_path / "export")
-    assert (status, "holds another checkpoint" in output) == (2, True)
+    assert (status, "is not empty: convert to a new folder" in output) == (2, True)

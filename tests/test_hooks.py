@@ -276,6 +276,26 @@ def test_backward_hooks(model: HookedTransformer) -> None:
     assert torch.equal(model.layers[0].mlp.down.weight.grad, clean), "a context's backward hook outlived it"
 
 
+def test_a_name_that_cannot_fire_is_refused(model: HookedTransformer) -> None:
+    for name in (("mlp_output", 2), "layers.2.mlp.mlp_output", ["logits", ("layer_mid", -1)]):
+        for run in (
+            lambda: model.run_with_hooks(prompt(), fwd_hooks=[(name, double)], stop_at_layer=2),  # noqa: B023
+            lambda: model.run_with_cache(prompt(), names_filter=name, stop_at_layer=2),  # noqa: B023
+        ):
+            with pytest.raises(UnknownName, match=r"layers.2.* is not reached: this pass runs layers 0 to 1"):
+                run()
+    assert len(model.run_with_cache(prompt(), names_filter="mlp_output", stop_at_layer=2)[1]) == 2
+    assert handles(model) == 0
+
+
+def test_an_index_error_in_a_hook_is_the_hooks_own(model: HookedTransformer) -> None:
+    def beyond(value: Tensor, hook: HookPoint) -> Tensor:
+        return value[:, 99]
+
+    with pytest.raises(IndexError, match="index 99 is out of bounds"):
+        model.run_with_hooks(prompt(), fwd_hooks=[("token_embeddings", beyond)])
+
+
 # -- the cache ---------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +406,10 @@ def test_copies_are_models_of_their_own(model: HookedTransformer) -> None:
         (lambda m: m(prompt()[:0]), r"no tokens: it is \[0, 13\]"),
         (lambda m: m(torch.randn(2, 13, 96).double(), start_at_layer=1), "the model reads .* of torch.float32"),
         (lambda m: m(prompt(1), return_type="loss"), "the loss needs two real tokens in a row"),
+        (
+            lambda m: m(prompt(), return_type="loss", last_logits_only=True),
+            "the loss needs the logits of every position",
+        ),
         (lambda m: m(prompt(), attention_mask=torch.zeros(2, 13), return_type="loss"), "two real tokens in a row"),
     ],
 )

@@ -81,8 +81,20 @@ class Hooked(Host):
 
         Backward hooks stay with this run's graph and fire when `backward()` is called on its output.
         """
+        fwd_hooks, bwd_hooks = list(fwd_hooks), list(bwd_hooks)
         with self._attached(fwd_hooks, bwd_hooks):
+            self._check_reached([pair[0] for pair in (*fwd_hooks, *bwd_hooks)], forward)
             return self(input, **forward)
+
+    def _check_reached(self, names_filter: NamesFilter, forward: dict[str, Any]) -> None:
+        """Raises `UnknownName` for a value that is named one by one in a block that this pass does not run."""
+        start, stop = forward.get("start_at_layer"), forward.get("stop_at_layer")
+        if start is None and stop is None:
+            return
+        first, last = self._span(start, stop)  # type: ignore[attr-defined]
+        for point in self.names.explicit(names_filter):
+            if point.layer is not None and not first <= point.layer < last:
+                raise UnknownName(f"{point.name} is not reached: this pass runs layers {first} to {last - 1}")
 
     def run_with_cache(
         self,
@@ -112,6 +124,7 @@ class Hooked(Host):
             `attn_implementation="eager"` where the two must match.
         """
         points = self.names.resolve(names_filter)
+        self._check_reached(names_filter, forward)
         cache = ActivationCache({}, self.names, self)
         cache._gone = frozenset({"batch"} if remove_batch_dim else ())
         values, weak = cache._values, weakref.ref(cache)

@@ -191,6 +191,8 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type is {return_type!r}; give 'logits', 'loss', 'both' or None")
+        if last_logits_only and return_type in ("loss", "both"):
+            raise ValueError("the loss needs the logits of every position: leave out last_logits_only")
         first, last = self._span(start_at_layer, stop_at_layer)
         if kv_cache is not None and (first, last) != (0, self.num_layers):
             raise ValueError("a kv_cache needs all layers: leave out start_at_layer and stop_at_layer")
@@ -285,10 +287,11 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
 
     def _embed(self, tokens: Tokens) -> Residual:
         try:
-            stream = self.token_embeddings(self.embed_tokens(tokens))
+            embedded = self.embed_tokens(tokens)
         except IndexError:
             low, high = int(tokens.min()), int(tokens.max())
             raise ValueError(f"token ids run from {low} to {high}; the vocabulary has {self.vocab_size}") from None
+        stream = self.token_embeddings(embedded)
         multiplier = self.config.embedding_multiplier
         return stream if multiplier is None else stream * multiplier
 

@@ -180,6 +180,16 @@ class Names:
         entries = {value: at[index] for value, at in self.by_value.items() if index in at}
         return {value: entry if isinstance(entry, str) else None for value, entry in entries.items()}
 
+    def explicit(self, names_filter: NamesFilter) -> list[HookPoint]:
+        """The hook points that a filter names one by one: by a full name, or a value and its layer."""
+        if isinstance(names_filter, str):
+            return [self.points[names_filter]] if names_filter in self.points else []
+        if isinstance(names_filter, tuple) and len(names_filter) == 2 and isinstance(names_filter[1], int):
+            return [self.at(*names_filter).point]
+        if isinstance(names_filter, (list, tuple)):
+            return [point for each in names_filter for point in self.explicit(each)]
+        return []
+
     def _index(self, layer: int) -> int:
         if not -self.num_layers <= layer < self.num_layers:
             raise UnknownName(f"layer {layer} is out of range: the model has layers 0 to {self.num_layers - 1}")

@@ -30,7 +30,7 @@ class RMSNorm(Direct):
             return weight * normed.to(x.dtype) if self.cast_before_weight else (weight * normed).to(x.dtype)
         if self.cast_before_weight and x.dtype != torch.float32:
             return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
