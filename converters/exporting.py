@@ -38,6 +38,7 @@ def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int 
             "this model was made from a config of ours alone, so there is no release to write it as: save_pretrained() "
             "it, or build it from converters.read_config(...)"
         )
+    model.check_in_memory()
     _check(model)
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

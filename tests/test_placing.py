@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import converters
 from tests.tiny import BASES, Recipe, prompt
 from transformer_std import HookedTransformer
 
@@ -47,6 +48,15 @@ def test_a_model_partly_on_disk(base: Recipe, checkpoints: Folders, tmp_path: Pa
         torch.testing.assert_close(ours, whole.run_with_hooks(prompt(), fwd_hooks=[((name, 1), double)]))
     assert torch.equal(spreaded.generate(prompt(), max_new_tokens=5), whole.generate(prompt(), max_new_tokens=5))
     assert spreaded.layers[1].self_attn.o.weight.is_meta
+    for reading in (
+        lambda: spreaded.save_pretrained(tmp_path / "saved"),
+        lambda: converters.export(spreaded, tmp_path / "exported"),
+        lambda: spreaded.bias_logits,
+        lambda: cache.logit_attrs(cache.decompose_resid(), 3),
+    ):
+        with pytest.raises(RuntimeError, match="weights are not in memory"):
+            reading()
+    assert not (tmp_path / "saved").exists()
 
 
 def test_device_maps(checkpoints: Folders, tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ class Decomposition:
         elif isinstance(tokens, (list, tuple)):  # one a row
             ids = [self.model.to_single_token(each) if isinstance(each, str) else each for each in tokens]
             tokens = torch.tensor(ids)
+        self.model.check_in_memory()
         rows = self.model.lm_head.weight[tokens]
         has_both = not self._gone & {"batch", "seq"}
         return rows[:, None] if rows.ndim == 2 and has_both else rows
@@ -200,6 +201,7 @@ def norm_bias(norm: nn.Module) -> Float[Tensor, " hidden_size"] | None:
 
 def bias_logits(model: HookedTransformer) -> Float[Tensor, " vocab_size"]:
     """The constant that the final norm's bias and the head's add to every logit, whatever the input."""
+    model.check_in_memory()
     bias = norm_bias(model.norm)
     logits = model.b_U
     return logits if bias is None else logits + einsum(model.lm_head.weight, bias, "vocab hidden, hidden -> vocab")

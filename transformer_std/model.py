@@ -137,6 +137,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         from safetensors.torch import save_file
 
         folder = Path(folder)
+        self.check_in_memory()
         for theirs in ("config.json", "model.safetensors.index.json"):
             if (folder / theirs).exists():
                 raise ValueError(
@@ -157,6 +158,15 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
                 self.tokenizer.save_pretrained(beside)
             for file in Path(beside).iterdir():
                 file.replace(folder / file.name)
+
+    def check_in_memory(self) -> None:
+        """Raises `RuntimeError` where weights that are about to be read are on disk, or were never filled."""
+        missing = [name for name, parameter in self.named_parameters() if parameter.is_meta]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} weights are not in memory ({missing[0]}, ...): this reads them directly, so load the "
+                "model without putting parts on disk"
+            )
 
     # -- the forward ---------------------------------------------------------------------------------------------
 
