@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,32 @@ def test_torch_hooks_on_our_modules_are_called(checkpoints: Folders) -> None:
     finally:
         handle.remove()
     assert everywhere.count("ParallelBlock") == 3
+
+
+COMPILED = """
+import sys, warnings, torch
+from tests.tiny import prompt
+from transformer_std import HookedTransformer
+warnings.simplefilter("ignore")
+torch.set_grad_enabled(False)
+for folder in sys.argv[1:]:
+    model = HookedTransformer.from_pretrained(folder)
+    torch._dynamo.reset()
+    compiled, plain = torch.compile(model, fullgraph=True, backend="eager"), model(prompt())
+    torch.testing.assert_close(compiled(prompt()), plain)
+    with model.hooks(fwd_hooks=[(("mlp_output", 1), lambda value, hook: value * 2)]):
+        torch.testing.assert_close(compiled(prompt()), model(prompt()))
+        assert not torch.allclose(compiled(prompt()), plain)
+    torch.testing.assert_close(compiled(prompt()), plain)
+"""
+
+
+def test_one_graph_and_hooks_added_later(checkpoints: Folders) -> None:
+    """torch.compile takes the whole forward as one graph; a hook added afterwards is honoured, and so is its end. In a
+    process of its own, since the tests' type checks are nothing to compile."""
+    folders = [str(checkpoints(base)) for base in BASES]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, *folders], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

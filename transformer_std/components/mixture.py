@@ -36,6 +36,12 @@ def by_expert(
     rows: Rows, weights: Float[Tensor, "num_experts out width"], ends: Int[Tensor, " num_experts"]
 ) -> Float[Tensor, "rows out"]:
     """Each expert's rows times its matrix; rows are sorted by expert and `ends` is where each one's end."""
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return torch.ops.transformer_std.by_expert(rows, weights, ends)  # the compiler looks no further
+    return _by_expert(rows, weights, ends)
+
+
+def _by_expert(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])  # as its kernels want it
     if len(weights) <= max(len(rows), FEW) and aligned and hasattr(F, "grouped_mm"):
         return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=ends)
@@ -44,6 +50,14 @@ def by_expert(
     chosen = [expert for expert, count in enumerate(counts) if count]
     parts = rows.split([counts[expert] for expert in chosen])
     return torch.cat([F.linear(part, weights[expert]) for part, expert in zip(parts, chosen, strict=True)])
+
+
+torch.library.custom_op(
+    "transformer_std::by_expert",
+    _by_expert,
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
+).register_fake(lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[1]))
 
 
 class Experts(Direct):
