@@ -171,7 +171,7 @@ class Reference:
         with contextlib.ExitStack() as stack:
             self._hook_modules(run, tuple(tokens.shape), stack)
             stack.enter_context(self._hook_attention(run))
-            run.logits = self.model(tokens, use_cache=False, **inputs).logits
+            run.logits = self.model(tokens, **inputs).logits
         return run
 
     def _hook_modules(self, run: Run, size: tuple[int, int], stack: contextlib.ExitStack) -> None:

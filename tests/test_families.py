@@ -14,7 +14,7 @@ from torch import Tensor
 import converters
 from converters.reference import Reference
 from converters.rules import Stack, written_by
-from tests.tiny import LENGTH, VOCAB, Recipe, load_reference, prompt
+from tests.tiny import LENGTH, RECIPES, VOCAB, Recipe, hf_config, load_reference, prompt, shake
 from transformer_std import HookedTransformer
 from transformer_std.layouts import axes, is_integer
 
@@ -386,3 +386,19 @@ def test_eager_float16_is_finite_where_the_product_passes_65504(recipe: Recipe, 
     agree = cache["attention_probabilities", 0].argmax(-1) == wide["attention_probabilities", 0].argmax(-1)
     assert sure.any()
     assert agree[sure].float().mean() > 0.97  # the queries themselves are rounded to float16
+
+
+@torch.no_grad()
+def test_float16_eager_on_weights_where_strides_decide(tmp_path: Path) -> None:
+    """Two draws on which a plain call of transformers (with its cache) and one without it differ in a last bit."""
+    import transformers
+
+    recipe = next(recipe for recipe in RECIPES if recipe.id == "phimoe-tied")
+    for seed, size in ((0, (2, 13)), (2, (3, 17))):
+        torch.manual_seed(seed)
+        theirs = transformers.AutoModelForCausalLM.from_config(hf_config(recipe))
+        shake(theirs, seed)
+        theirs.save_pretrained(tmp_path / str(seed))
+        model, reference = both(tmp_path / str(seed), "eager", torch.float16)
+        tokens = torch.randint(0, VOCAB, size, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(model(tokens), reference.model(tokens).logits)

@@ -112,7 +112,9 @@ def scaled_scores(q: Queries, k: Float[Tensor, "batch num_heads key qk_head_dim"
 
 def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
     """The scores entering the softmax, where a masked entry is the dtype's lowest finite number."""
-    k = expand_kv(k, q.shape[1] // k.shape[1])
+    # In one piece, as they come out of transformers' key/value cache, which a plain call of it has too: in float16 the
+    # product of queries and keys rounds differently on other strides.
+    k = expand_kv(k, q.shape[1] // k.shape[1]).contiguous()
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
     scores = scaled_scores(q, k, scale).masked_fill(~mask, torch.finfo(q.dtype).min)
