@@ -40,12 +40,7 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
     Raises:
         CheckpointError: lists what is missing, left over, misshapen or not floating; the model is unchanged then.
     """
-    tied = HEAD in dict(model.named_parameters(remove_duplicate=False)) and HEAD not in dict(model.named_parameters())
-    plan, problems = _plan(model, tensors, rules, tied)
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        lines = ["the checkpoint does not fit:", *problems[:20], *more, *_hints(tensors, problems)]
-        raise CheckpointError("\n  ".join(lines))
+    plan, tied = _fitting_plan(model, tensors, rules)
     if dtype is None:
         dtype = tensors.dtype(next(iter(next(iter(plan.values())).values())))
     head = plan.pop(HEAD) if tied and HEAD in plan else None
@@ -66,10 +61,7 @@ def unlike(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> list[str]:
     Raises:
         CheckpointError: as `fill`.
     """
-    tied = HEAD not in dict(model.named_parameters())
-    plan, problems = _plan(model, tensors, rules, tied)
-    if problems:
-        raise CheckpointError("\n  ".join(["the checkpoint does not fit:", *problems[:20]]))
+    plan, tied = _fitting_plan(model, tensors, rules)
     named = {name: model.get_parameter(name) for name in plan if not (tied and name == HEAD)}
     size = sum(parameter.nbytes for parameter in named.values())
     return [
@@ -77,6 +69,17 @@ def unlike(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> list[str]:
         for name in progress(named, size, "comparing tensors")
         if not torch.equal(_gather(named[name], plan[name], tensors, named[name].dtype), named[name])
     ]
+
+
+def _fitting_plan(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> tuple[dict[str, Parts], bool]:
+    """What fills each parameter, and whether the head is the embedding; raises as `fill` where the two do not fit."""
+    tied = HEAD not in dict(model.named_parameters())
+    plan, problems = _plan(model, tensors, rules, tied)
+    if problems:
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        lines = ["the checkpoint does not fit:", *problems[:20], *more, *_hints(tensors, problems)]
+        raise CheckpointError("\n  ".join(lines))
+    return plan, tied
 
 
 def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> tuple[dict[str, Parts], list[str]]:

@@ -115,9 +115,8 @@ class Decomposition:
         final norm with its frozen scale, then the head.
 
         `tokens` is a text of one token, an id, a list of either, one a row, or ids [batch] or [batch seq] (of a cache
-        without one of these axes, the other). Over a stack
-        that sums to the stream the
-        attributions, and `model.bias_logits` of the token, sum to the logit.
+        without one of these axes, the other). Over a stack that sums to the stream the attributions, and
+        `model.bias_logits` of the token, sum to the logit.
         """
         direction = self._direction(tokens)
         if incorrect_tokens is not None:
@@ -137,20 +136,21 @@ class Decomposition:
 
     def expert_counts(self, layer: int) -> Int[Tensor, " num_experts"]:
         """How many slots of real tokens block `layer` sent to each expert."""
-        indices = self["expert_indices", layer]
-        indices = indices[self["attention_mask"][:, -indices.shape[1] :].bool()]
+        indices = self._real(self["expert_indices", layer])
         return torch.bincount(indices.flatten(), minlength=self.model.layers[layer].mlp.num_experts)
 
     def routing_entropy(self, layer: int) -> Float[Tensor, " token"]:
         """How undecided block `layer`'s router is at each real token, in nats: the entropy of its scores over all
         experts, as shares of their sum; of the softmax of its logits where it scores each slot on its own."""
-        logits = self["router_logits", layer]
-        real = self["attention_mask"][:, -logits.shape[1] :].bool()
         if self.model.layers[layer].mlp.scoring == "sparsemixer":
-            shares = logits[real].float().softmax(-1)
+            shares = self._real(self["router_logits", layer]).float().softmax(-1)
         else:
-            shares = self["router_scores", layer][real].float()
+            shares = self._real(self["router_scores", layer]).float()
         return torch.special.entr(shares / shares.sum(-1, keepdim=True)).sum(-1)
+
+    def _real(self, value: Float[Tensor, "batch seq *axes"] | Int[Tensor, "batch seq *axes"]) -> Tensor:
+        """`value` at the real tokens, [token ...]; a cached pass has the mask of what was read before it too."""
+        return value[self["attention_mask"][:, -value.shape[1] :].bool()]
 
     def _layer(self, layer: int | None) -> int:
         return self.model.num_layers if layer is None else self.model.names._index(layer)

@@ -95,7 +95,8 @@ class Names:
             return [self.at(*wanted)]
         if callable(wanted):
             found = [Target(point) for name, point in self.points.items() if wanted(name)]
-            found = found or [target for name, target in self._lens_targets() if wanted(name)]
+            by_lens = map(self._lens, self.points.values())
+            found = found or [target for target in by_lens if target.lens and wanted(target.lens)]
             if not found:
                 raise UnknownName(f"{wanted!r} is true of no name of this model, so it means no value")
             return found
@@ -121,10 +122,6 @@ class Names:
 
     def _lens(self, point: HookPoint) -> Target:
         return Target(point, lens_names.of(point.name) or "", lens_names.heads_behind(point.value))
-
-    def _lens_targets(self) -> list[tuple[str, Target]]:
-        targets = [self._lens(point) for point in self.points.values()]
-        return [(target.lens, target) for target in targets if target.lens]
 
     def _by_glob(self, pattern: str) -> list[Target]:
         found = [Target(point) for name, point in self.points.items() if fnmatch.fnmatchcase(name, pattern)]
