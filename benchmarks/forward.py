@@ -1,35 +1,56 @@
-"""A plain forward against transformers': `python -m benchmarks.forward`.
+"""A plain forward against transformers' (sdpa, grouped_mm): `python -m benchmarks.forward`.
 
-transformers keeps keys and values in a plain call, too; the second ratio is against a call that is told not to.
+transformers keeps keys and values in a plain call, too; the second row is against a call that is told not to. At the
+long size the peak of the memory that a forward takes, over the weights, is compared as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
-from rich.console import Console
-from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.pairs import SIZES, families, medians, pair, tokens
+from benchmarks.report import Row, run
+
+TARGETS = {"tiny": 0.55, "middle": 1.0, "long": 1.0}
 
 
 @torch.no_grad()
-def main() -> None:
-    table = Table("family", "size", "ours, ms", "transformers, ms", "ratio", "use_cache=False, ms", "ratio")
-    for size in SIZES:
-        for family in families():
+def measure() -> Iterator[Row]:
+    names = families()
+    for size, target in TARGETS.items():
+        for family in names:
             ours, theirs = pair(family, size)
             prompt = tokens(size)
             assert torch.equal(ours(prompt), theirs(prompt).logits)
-            mine, plain, lean = medians(
-                SIZES[size]["runs"],
+            calls = (
                 lambda: ours(prompt),  # noqa: B023
                 lambda: theirs(prompt),  # noqa: B023
                 lambda: theirs(prompt, use_cache=False),  # noqa: B023
             )
-            times = [f"{1000 * seconds:.2f}" for seconds in (mine, plain, lean)]
-            table.add_row(family, size, times[0], times[1], f"{mine / plain:.2f}", times[2], f"{mine / lean:.2f}")
-    Console(width=120).print(table)
+            mine, plain, lean = medians(SIZES[size]["runs"], *calls)
+            yield Row(family, size, "forward", mine, "transformers", plain, target)
+            yield Row(family, size, "forward", mine, "transformers, use_cache=False", lean)
+            if size == "long":
+                mine, plain, lean = map(peak, calls)
+                yield Row(family, size, "memory", mine, "transformers", plain, target, "MB")
+                yield Row(family, size, "memory", mine, "transformers, use_cache=False", lean, unit="MB")
+
+
+def peak(function: Callable[[], Any]) -> float:
+    """Megabytes of tensors that a call holds at the most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest / 1e6
 
 
 if __name__ == "__main__":
-    main()
+    run("forward", measure())

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 
-from benchmarks.pairs import VOCAB, families, medians, pair
+from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.report import Row, run
 
-NEW, PROMPT = 64, 32
+NEW, PROMPT = 64, (1, 32)
 RUNS = {"tiny": 5, "middle": 3}
 
 
-def main() -> None:
-    table = Table("family", "size", "ours, tokens/s", "transformers, tokens/s", "ratio of time")
-    prompt = torch.randint(3, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(prompt)
+def measure() -> Iterator[Row]:
+    names = families()
     for size, runs in RUNS.items():
-        for family in families():
+        for family in names:
             ours, theirs = pair(family, size)
+            prompt = tokens(PROMPT)
 
-            def mine() -> torch.Tensor:
+            def mine() -> Tensor:
                 return ours.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)  # noqa: B023
 
-            def plain() -> torch.Tensor:
-                settings = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-                return theirs.generate(prompt, **settings)  # noqa: B023
+            def plain() -> Tensor:
+                settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None}  # noqa: B023
+                return theirs.generate(prompt, max_new_tokens=NEW, **settings)  # noqa: B023
 
             assert torch.equal(mine(), plain())
-            seconds = medians(runs, mine, plain)
-            rates = [f"{NEW / each:.0f}" for each in seconds]
-            table.add_row(family, size, *rates, f"{seconds[0] / seconds[1]:.2f}")
-    Console(width=120).print(table)
+            fast, slow = medians(runs, mine, plain)
+            yield Row(family, size, f"{NEW} tokens", fast, "transformers", slow)
 
 
 if __name__ == "__main__":
-    main()
+    run("generate", measure())

@@ -11,28 +11,24 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 import converters
 from benchmarks.pairs import families, pair
+from benchmarks.report import Row, run
 from transformer_std import HookedTransformer
 
 RUNS = 3
 
 
 @torch.no_grad()
-def main() -> None:
+def measure() -> Iterator[Row]:
     transformers.utils.logging.disable_progress_bar()
-    table = Table(
-        "family", "file, MB", "ours, ms", "transformers, ms", "ratio", "ours, private / file", "transformers'"
-    )
     for family in families():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "checkpoint"
@@ -43,10 +39,11 @@ def main() -> None:
                 mine.append(measured(lambda: HookedTransformer.from_pretrained(folder)))  # noqa: B023
                 theirs.append(measured(lambda: load_theirs(folder)))  # noqa: B023
             (fast, small), (slow, large) = (map(statistics.median, zip(*each, strict=True)) for each in (mine, theirs))
-            size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
-            times = [f"{1000 * fast:.0f}", f"{1000 * slow:.0f}", f"{fast / slow:.2f}"]
-            table.add_row(family, f"{size:.0f}", *times, f"{small / size:.2f}", f"{large / size:.2f}")
-    Console(width=120).print(table)
+            megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+            size = f"{megabytes:.0f} MB"
+            yield Row(family, size, "load", 1000 * fast, "transformers", 1000 * slow)
+            yield Row(family, size, "private memory", small, "the file", megabytes, unit="MB")
+            yield Row(family, size, "private memory", small, "transformers", large, unit="MB")
 
 
 def write(family: str, folder: Path) -> None:
@@ -89,4 +86,4 @@ def private() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run("load", measure())

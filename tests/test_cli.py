@@ -53,7 +53,7 @@ def test_verify_names_the_first_value_that_departs(
     run: Callable[..., tuple[int, str]], checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = functions.turn
-    monkeypatch.setattr("transformer_std.components.attention.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
+    monkeypatch.setattr("transformer_std.components.functions.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
     status, output = run("verify", checkpoints(BASES[0]))
     assert status == 1
     assert "layers.0.self_attn.attention_queries (by 0.001" in output

@@ -255,6 +255,64 @@ def test_the_tensor_a_hook_gets_is_the_one_the_model_uses(model: HookedTransform
         assert torch.equal(value, cache[name])
 
 
+@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
+def test_values_that_wait_are_what_they_were(
+    base: Recipe, checkpoints: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    """Head results and an expert's values are computed when they are looked at: of the weights and tensors of the run,
+    whatever became of them since."""
+    model = HookedTransformer.from_pretrained(checkpoints(base))
+    tokens = prompt().repeat(2, 1)  # as many positions as a head has dimensions, and more
+    assert tokens.numel() >= model.head_dim
+    _, at_once = model.run_with_cache(tokens, keep_graph=True)
+    _, cache = model.run_with_cache(tokens)
+    _, saved = model.run_with_cache(tokens)
+    _, moved = model.run_with_cache(tokens)
+    before = cache.num_bytes
+    assert "attention_result: computed when it is looked at x" in repr(cache)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    torch.save(saved, tmp_path / "cache.pt")
+    read = torch.load(tmp_path / "cache.pt", weights_only=False)
+    moved = moved.to(torch.float64)
+    for name, value in at_once.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(cache[name], value), name
+            assert torch.equal(read[name], value), name
+            assert torch.equal(moved[name].to(value.dtype), value), name
+            assert not cache[name].requires_grad
+    assert cache.num_bytes > before
+    assert cache["attention_result", 0] is cache["attention_result", 0]
+
+
+def test_a_hook_beside_a_reader_leaves_nothing_waiting(model: HookedTransformer) -> None:
+    tokens = prompt().repeat(2, 1)
+    with model.hooks(fwd_hooks=[("attention_result", lambda value, hook: value * 2)]):
+        _, cache = model.run_with_cache(tokens, names_filter=["attention_result", "attention_output"])
+        assert cache.num_bytes == sum(value.nbytes for value in cache.values())
+    summed = cache["attention_result", 0].sum(2) + model.layers[0].self_attn.b_O
+    torch.testing.assert_close(summed, cache["attention_output", 0])  # a sum over heads rounds otherwise than a product
+
+
+@pytest.mark.parametrize("name", ["input_ids", "layer_input"])
+def test_a_hook_on_an_input_whose_rows_share_memory(name: str, model: HookedTransformer) -> None:
+    _, cache = model.run_with_cache(prompt()[:1], names_filter=["layer_input", "input_ids"])
+    shared = cache["input_ids"].expand(3, -1) if name == "input_ids" else cache["layer_input", 1].expand(3, -1, -1)
+    options = {} if name == "input_ids" else {"start_at_layer": 1}
+    at = name if name == "input_ids" else (name, 1)
+
+    def change_one_row(value: Tensor, hook: HookPoint) -> None:
+        value[1] = 0
+
+    changed = model.run_with_hooks(shared, fwd_hooks=[(at, change_one_row)], **options)
+    plain = model(shared, **options)
+    assert torch.equal(changed[0], plain[0])
+    assert torch.equal(changed[2], plain[2])
+    assert not torch.equal(changed[1], plain[1])
+    windows = prompt().flatten().unfold(0, 8, 3)  # overlapping rows
+    assert torch.equal(model.run_with_hooks(windows, fwd_hooks=[("input_ids", change_one_row)])[2], model(windows)[2])
+
+
 def test_backward_hooks(model: HookedTransformer) -> None:
     name = ("layer_mid", 1)
 

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from transformer_std.decomposition import Decomposition
-from transformer_std.hook_points import HookPoint
+from transformer_std.hook_points import HookPoint, Later
 from transformer_std.layouts import axes
 from transformer_std.names import Names, UnknownName
 
@@ -43,14 +43,14 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
-        return {"_values": self._values, "_names": self._names, "_gone": self._gone}
+        return {"_values": dict(self), "_names": self._names, "_gone": self._gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _model=lambda: None)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in self._values:
-            return self._values[key]
+            return self._looked_at(key)
         name = key[0] if isinstance(key, tuple) else key
         is_grad = isinstance(name, str) and name.endswith(GRAD)
         plain = name.removesuffix(GRAD) if is_grad else name
@@ -58,10 +58,16 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
         full = point.name + GRAD if is_grad else point.name
         if full not in self._values:
             raise UnknownName(f"{full} is not in this cache: {self._why_missing(full)}")
-        value = self._values[full]
+        value = self._looked_at(full)
         return (
             rearrange(value, "... head seq dim -> ... seq head dim") if by_lens and "seq" not in self._gone else value
         )
+
+    def _looked_at(self, full: str) -> Any:
+        if isinstance(value := self._values[full], Later):
+            with torch.no_grad():
+                value = self._values[full] = value.compute()
+        return value
 
     @staticmethod
     def _why_missing(full: str) -> str:
@@ -87,7 +93,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
     def _map(self, fn: Callable[[HookPoint, Tensor], Tensor]) -> ActivationCache:
         values = {
             name: fn(self._names.points[name.removesuffix(GRAD)], value) if isinstance(value, Tensor) else value
-            for name, value in self._values.items()
+            for name, value in self.items()
         }
         mapped = ActivationCache.__new__(ActivationCache)
         mapped.__dict__.update(self.__dict__, _values=values)
@@ -135,6 +141,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     @property
     def num_bytes(self) -> int:
+        """Of the values that were computed."""
         return sum(value.nbytes for value in self._values.values() if isinstance(value, Tensor))
 
     def _ipython_key_completions_(self) -> list[Any]:
@@ -148,7 +155,9 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             groups.setdefault(point.value + (GRAD if name.endswith(GRAD) else ""), []).append(name)
         lines = [f"ActivationCache({len(self)} values, {self.num_bytes / 1e6:.1f} MB"]
         for value, names in groups.items():
-            first = self[names[0]]
+            if isinstance(first := self._values[names[0]], Later):
+                lines.append(f"  {value}: computed when it is looked at x {len(names)} layers")
+                continue
             shape = f"{list(first.shape)} {str(first.dtype)[6:]}" if isinstance(first, Tensor) else repr(first)
             count = "" if "." not in names[0] else f" x {len(names)} layers"
             lines.append(f"  {value}: {shape}{count}")

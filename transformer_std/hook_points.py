@@ -42,8 +42,9 @@ class Unavailable(KeyError):
 class Handle:
     """One function attached to hook points. `remove()` detaches it; so does leaving `with handle:`."""
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], permanent: bool = False):
+    def __init__(self, kind: Kind, fn: Callable[..., Any], permanent: bool = False, takes_later: bool = False):
         self.kind, self.fn, self.permanent = kind, fn, permanent
+        self.takes_later = takes_later  # a reader that is content with a `Later` in the place of a value
         self.active = True
         self._points: list[HookPoint] = []
 
@@ -52,13 +53,16 @@ class Handle:
         [batch seq head dim] where the value is [batch head seq dim]."""
         point.check_takes(self)
         fn = functools.partial(_through_lens, self.fn, LensPoint(point, lens), heads_behind) if lens else self.fn
-        point._handles = (*point._handles, Attached(self, fn))
+        # Backward hooks behind the others: they see the gradient of what those made of the value.
+        attached = (*point._handles, Attached(self, fn))
+        point._handles = attached if len(attached) == 1 else tuple(sorted(attached, key=_is_backward))
         self._points.append(point)
 
     def detach(self) -> None:
         """Off the model; a graph that was built while it was attached still calls it in its backward."""
         for point in self._points:
-            point._handles = tuple(each for each in point._handles if each.handle is not self)
+            others = len(point._handles) > 1
+            point._handles = tuple([each for each in point._handles if each.handle is not self]) if others else ()
             if not point._handles:
                 point.ctx.clear()
         self._points = []
@@ -85,6 +89,10 @@ class Attached(NamedTuple):
     fn: Callable[..., Any]
 
 
+def _is_backward(attached: Attached) -> bool:
+    return attached.handle.kind in BACKWARD
+
+
 class LensPoint:
     """A hook point as TransformerLens' scripts know it: under its name there, and with `layer()`."""
 
@@ -106,6 +114,13 @@ def _through_lens(fn: Callable[..., Any], lens: LensPoint, heads_behind: bool, v
     if not isinstance(new, Tensor) or new.ndim != 4:
         return new
     return None if new is seen else rearrange(new, "batch seq head dim -> batch head seq dim")
+
+
+class Later:
+    """A value that is computed when it is first looked at, from tensors that nothing changes until then."""
+
+    def __init__(self, compute: Callable[[], Tensor]):
+        self.compute = compute
 
 
 class HookPoint:
@@ -140,6 +155,19 @@ class HookPoint:
         return bool(self._handles)
 
     @property
+    def can_wait(self) -> bool:
+        """Whether all that watches here takes a `Later`."""
+        return all(handle.takes_later for handle, _ in self._handles)
+
+    def later(self, compute: Callable[[], Tensor]) -> None:
+        for _, fn in self._handles:
+            fn(Later(compute), self)
+
+    @property
+    def writes(self) -> bool:
+        return any(handle.kind == "forward" for handle, _ in self._handles)
+
+    @property
     def watches_gradient(self) -> bool:
         return any(handle.kind in BACKWARD for handle, _ in self._handles)
 
@@ -160,18 +188,18 @@ class HookPoint:
 
     def _pass(self, value: Any) -> Any:
         mine = False
-        for handle, fn in self._handles:
-            if handle.kind == "forward":
+        for attached in self._handles:
+            handle, fn = attached
+            if handle.kind == "read":
+                fn(value, self)
+                mine = False
+            elif handle.kind == "forward":
                 # A hook may edit in place, and the same tensor can be another value's or be held by a cache.
                 if not mine and isinstance(value, Tensor):
                     value, mine = laid_out_as(value, value), True
                 new = self._edited(value, fn)
                 value, mine = new, mine and new is value
-            elif handle.kind == "read":
-                fn(value, self)
-                mine = False
-        for attached in self._handles:
-            if attached.handle.kind in BACKWARD:
+            else:
                 value = self._watch_gradient(value, attached)
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
 from transformer_std.modules import Embedding, Linear
 from transformer_std.names import Names
+from transformer_std.patching import Patching
 from transformer_std.printing import printout
 from transformer_std.text import Text
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 Input = Any
 
 
-class HookedTransformer(Hooked, Text, Analysis, Generation):
+class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     """A decoder-only transformer whose every standard value is read and written by name.
 
     `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
@@ -246,7 +248,8 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             )
         if tokens.numel() == 0:
             raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
-        tokens = self.input_ids(tokens.to(self.input_device, torch.long))
+        # In one piece, as everywhere below: rows of an expanded or unfolded tensor share memory, which a hook may edit.
+        tokens = self.input_ids(tokens.to(self.input_device, torch.long).contiguous())
         self.input_size((tokens.shape[0], tokens.shape[1]))
         if kv_cache is not None:
             kv_cache.check(self.config, len(tokens))
@@ -259,7 +262,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
         if mask is not None and tuple(mask.shape) != tuple(size):
             raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
-        return None if mask is None else mask.to(self.input_device)
+        return None if mask is None else mask.to(self.input_device).contiguous()
 
     def _check_positions(self, positions: Tensor, stream: Residual) -> Int[Tensor, "batch seq"]:
         if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
@@ -279,7 +282,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
             raise ValueError(
                 f"the stream is {list(input.shape)} {input.dtype}; the model reads at least one position of {dtype}"
             )
-        return input
+        return input.contiguous()
 
     def _span(self, start: int | None, stop: int | None) -> tuple[int, int]:
         def bound(name: str, layer: int | None, default: int) -> int:
@@ -330,7 +333,8 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
         with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
-            for block, ((rotary, window), cache) in zip(self.layers[first:last], kinds, strict=True):
+            blocks = itertools.islice(self.layers, first, last)
+            for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
                 stream = block(stream, angles[rotary], masks[window], cache)
         if kv_cache is not None:
             kv_cache.advance(mask if padding is not None else None, len(stream), seq)
@@ -356,7 +360,7 @@ class HookedTransformer(Hooked, Text, Analysis, Generation):
     @property
     def input_device(self) -> torch.device:
         """Where token ids go: the embedding's device, or the one it is brought to when it is called."""
-        hook = getattr(self.embed_tokens, "_hf_hook", None)
+        hook = vars(self.embed_tokens).get("_hf_hook")
         at = getattr(hook, "execution_device", None)
         return self.embed_tokens.weight.device if at is None else torch.device(at)
 

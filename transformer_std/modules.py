@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as globals_of
 
-EVERYWHERE = (
-    globals_of._global_forward_hooks,
-    globals_of._global_forward_pre_hooks,
-    globals_of._global_backward_hooks,
-    globals_of._global_backward_pre_hooks,
-)
+# On every module there is.
+HOOKS = globals_of._global_forward_hooks
+PRE_HOOKS = globals_of._global_forward_pre_hooks
+BACKWARD_HOOKS = globals_of._global_backward_hooks
+BACKWARD_PRE_HOOKS = globals_of._global_backward_pre_hooks
 
 
 class Direct(nn.Module):
@@ -30,10 +29,19 @@ class Direct(nn.Module):
             or own["_backward_pre_hooks"]
             or "forward" in own
             or "_compiled_call_impl" in own
-            or any(EVERYWHERE)
+            or HOOKS
+            or PRE_HOOKS
+            or BACKWARD_HOOKS
+            or BACKWARD_PRE_HOOKS
         ):
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if name in (held := own.get("_modules", ())) or name in (held := own.get("_parameters", ())):
+            return held[name]
+        return super().__getattr__(name)
 
     def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the parameter `name` has in a model loaded in `dtype`."""

@@ -10,7 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_std.config import Rotary
+from transformer_std.layouts import Keys, Queries
 
+SMALL = 2**15  # elements, which torch works through on one thread
 Angles = tuple[Float[Tensor, "rows 1 seq rotated"], Float[Tensor, "rows 1 seq rotated"]]
 
 
@@ -59,10 +61,24 @@ def turn(
     heads: Float[Tensor, "batch heads seq dim"], angles: Angles, rotary: Rotary
 ) -> Float[Tensor, "batch heads seq dim"]:
     """Rotates the first dimensions of every head, dimension i paired with i + dims / 2; the rest pass."""
-    cos, signed_sin = angles
-    turned = heads[..., : rotary.dims]
-    turned = turned * cos + turned.roll(rotary.dims // 2, -1) * signed_sin
-    return torch.cat((turned, heads[..., rotary.dims :]), dim=-1) if rotary.joined else turned
+    (cos, signed_sin), dims, rest = angles, rotary.dims, heads.shape[-1] - rotary.dims
+    first = heads.narrow(-1, 0, dims) if rest else heads
+    turned, crossed = first * cos, first.roll(dims // 2, -1)
+    turned = turned + crossed * signed_sin if torch.is_grad_enabled() else turned.add_(crossed.mul_(signed_sin))
+    if rest:
+        return torch.cat((turned, heads.narrow(-1, dims, rest)), dim=-1)
+    return turned.clone(memory_format=torch.contiguous_format) if rotary.joined else turned
+
+
+def turn_both(q: Queries, k: Keys, angles: Angles, rotary: Rotary) -> tuple[Queries, Keys]:
+    """Turns queries and keys; as one tensor where they are so few that a kernel is sooner done than begun."""
+    if torch.is_grad_enabled() or q.numel() > SMALL:
+        return turn(q, angles, rotary), turn(k, angles, rotary)
+    if rotary.joined:
+        turned = turn(torch.cat((q, k), dim=1), angles, rotary)
+    else:  # positions before heads in memory, as the projections have them
+        turned = turn(torch.cat((q.transpose(1, 2), k.transpose(1, 2)), dim=2).transpose(1, 2), angles, rotary)
+    return turned.narrow(1, 0, q.shape[1]), turned.narrow(1, q.shape[1], k.shape[1])
 
 
 def causal(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "query key"]:
@@ -94,4 +110,6 @@ def seen_keys(past: int, new: int, window: int | None) -> int:
 
 def expand_kv(heads: Float[Tensor, "batch kv_heads key dim"], groups: int) -> Float[Tensor, "batch heads key dim"]:
     """Each key or value head once for every query head of its group."""
+    if groups == 1:
+        return heads
     return repeat(heads, "batch kv_heads key dim -> batch (kv_heads groups) key dim", groups=groups)

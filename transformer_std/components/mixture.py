@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,35 +30,49 @@ from transformer_std.layouts import (
 from transformer_std.modules import Direct, Linear
 
 Rows = Float[Tensor, "rows width"]
-FEW = 32  # experts; a grouped product goes through all of them, which costs a microsecond each
+FEW = 32  # experts
+
+# Where each expert's rows end; or, of the experts that have any, how many.
+Groups = Int[Tensor, " num_experts"] | dict[int, int]
 
 
-def by_expert(
-    rows: Rows, weights: Float[Tensor, "num_experts out width"], ends: Int[Tensor, " num_experts"]
-) -> Float[Tensor, "rows out"]:
-    """Each expert's rows times its matrix; rows are sorted by expert and `ends` is where each one's end."""
+def group(expert: Int[Tensor, " rows"], num_experts: int) -> Groups:
+    """The groups of rows that are sorted by `expert`."""
+    if _few(expert, num_experts) and not torch.compiler.is_compiling():
+        return collections.Counter(expert.tolist())
+    return torch.searchsorted(expert, torch.arange(num_experts, device=expert.device), right=True, out_int32=True)
+
+
+def by_expert(rows: Rows, weights: Float[Tensor, "num_experts out width"], groups: Groups) -> Float[Tensor, "rows out"]:
+    """Each expert's rows, which lie together, times its matrix."""
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return torch.ops.transformer_std.by_expert(rows, weights, ends)  # the compiler looks no further
-    return _by_expert(rows, weights, ends)
+        return torch.ops.transformer_std.by_expert(rows, weights, groups)  # the compiler looks no further
+    return _by_expert(rows, weights, groups)
 
 
-def _by_expert(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])  # as its kernels want it
-    if len(weights) <= max(len(rows), FEW) and aligned and hasattr(F, "grouped_mm"):
-        return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=ends)
-    # Few rows for many experts: one product for each that was chosen, and nothing for the others.
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    chosen = [expert for expert, count in enumerate(counts) if count]
-    parts = rows.split([counts[expert] for expert in chosen])
-    return torch.cat([F.linear(part, weights[expert]) for part, expert in zip(parts, chosen, strict=True)])
+def _by_expert(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    if isinstance(groups, Tensor):
+        aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])  # as its kernels want it
+        if aligned and not _few(rows, len(weights)) and hasattr(F, "grouped_mm"):
+            return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=groups)
+        counts = groups.diff(prepend=groups.new_zeros(1)).tolist()
+        groups = {expert: count for expert, count in enumerate(counts) if count}
+    # One product for each expert that was chosen, and nothing for the others.
+    parts = zip(rows.split(list(groups.values())), groups, strict=True)
+    return torch.cat([F.linear(part, weights.select(0, expert)) for part, expert in parts])
+
+
+def _few(rows: Tensor, num_experts: int) -> bool:
+    """Whether rows are so few that going through all experts, a microsecond each, costs more than it saves."""
+    return num_experts > max(len(rows), FEW)
 
 
 torch.library.custom_op(
     "transformer_std::by_expert",
     _by_expert,
     mutates_args=(),
-    schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
-).register_fake(lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[1]))
+    schema="(Tensor rows, Tensor weights, Tensor groups) -> Tensor",
+).register_fake(lambda rows, weights, groups: rows.new_empty(rows.shape[0], weights.shape[1]))
 
 
 class Experts(Direct):
@@ -79,18 +94,24 @@ class Experts(Direct):
         self, x: Residual, weights: ExpertWeights, indices: ExpertIndices, meet: Callable[..., Tensor]
     ) -> ExpertOutputs:
         """Every slot's output times its weight, in slot order. `meet` shows the values on the way, rows by expert."""
-        top_k = indices.shape[-1]
         expert, order = torch.sort(indices.flatten())
-        rows = take(x.flatten(0, 1), order // top_k)
-        ends = torch.searchsorted(expert, torch.arange(len(self.down), device=x.device), right=True, out_int32=True)
-        both, size = by_expert(rows, self.gate_up, ends), self.down.shape[-1]
-        gate = meet("mlp_preactivation", both[..., :size], order)
-        up = meet("mlp_up", both[..., size:], order)
-        active = meet("mlp_activation", self.activation(gate), order)
-        out = by_expert(meet("mlp_neurons", active * up, order), self.down, ends)
+        groups = group(expert, len(self.down))
+        # No rows outlive their use: over a few hundred tokens, memory fresh from the system costs more than arithmetic.
+        both = by_expert(take(x.flatten(0, 1), order // indices.shape[-1]), self.gate_up, groups)
+        neurons = self.neurons(both, functools.partial(meet, order=order))
+        del both
+        out = by_expert(neurons, self.down, groups)
+        del neurons
         weight = weights.flatten()[order, None]
         out = out.mul_(weight) if not torch.is_grad_enabled() and out.dtype == weight.dtype else out * weight
         return take(out, unsorted(order)).view(*indices.shape, -1)
+
+    def neurons(
+        self, both: Float[Tensor, "rows gate_and_up"], meet: Callable[..., Tensor]
+    ) -> Float[Tensor, "rows intermediate_size"]:
+        size = self.down.shape[-1]
+        gate, up = meet("mlp_preactivation", both.narrow(-1, 0, size)), meet("mlp_up", both.narrow(-1, size, size))
+        return meet("mlp_neurons", meet("mlp_activation", self.activation(gate)) * up)
 
 
 def shared_experts(cfg: config.Mlp | None, hidden_size: int) -> SharedExpert | Missing:
@@ -197,14 +218,18 @@ class Mixture(Host):
         point: HookPoint = self.__dict__[name]
         if not point.watched:
             return rows
-        slots = rows[unsorted(order)].view(*size, -1)
+        if point.can_wait:
+            rows_now = rows.detach()
+            point.later(lambda: take(rows_now, unsorted(order)).view(*size, -1))
+            return rows
+        slots = take(rows, unsorted(order)).view(*size, -1)
         edited = point(slots)
         if edited is slots and not point.watches_gradient:
             return rows
         return laid_out_as(edited.flatten(0, 2)[order], rows)
 
     def _checked(self, indices: ExpertIndices) -> ExpertIndices:
-        if self.expert_indices.watched and not bool(((indices >= 0) & (indices < self.cfg.num_experts)).all()):
+        if self.expert_indices.writes and not bool(((indices >= 0) & (indices < self.cfg.num_experts)).all()):
             last = self.cfg.num_experts - 1
             raise ValueError(f"{self.expert_indices.name} was written with experts outside 0 to {last}")
         return indices

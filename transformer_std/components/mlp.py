@@ -156,7 +156,7 @@ class FusedMlp(Mlp):
 
     def neurons(self, x: Residual) -> Neurons:
         both, size = self.gate_up(x), self.cfg.intermediate_size
-        return self.gated(both[..., :size], both[..., size:])
+        return self.gated(both.narrow(-1, 0, size), both.narrow(-1, size, size))
 
     @property
     def W_gate(self) -> Float[Tensor, "hidden_size intermediate_size"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -29,8 +28,8 @@ class RMSNorm(Direct):
             normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
             return weight * normed.to(x.dtype) if self.cast_before_weight else (weight * normed).to(x.dtype)
         if self.cast_before_weight and x.dtype != torch.float32:
-            return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+            return weight * torch.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
+        return torch.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,0 +1,71 @@
+"""How time grows: with the length of the prompt, the batch, the values that are watched: `python -m benchmarks.growth`.
+
+Two blocks of width 512 (the long size's). Against transformers' plain forward, and for watched values against
+transformers with as many forward hooks, each keeping its module's output. The curve of ours is not to be steeper: the
+`steepness` rows are how many times longer the last point takes than the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.report import Row, run
+from transformer_std import HookedTransformer
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16)
+WATCHED = (1, 2, 4, 8, 16)
+RUNS = 3
+
+
+@torch.no_grad()
+def measure() -> Iterator[Row]:
+    names = families()
+    for family in names:
+        ours, theirs = pair(family, "long")
+        for what, at, call in (
+            ("length", LENGTHS, lambda n: forward(ours, theirs, (1, n))),  # noqa: B023
+            ("batch", BATCHES, lambda n: forward(ours, theirs, (n, 128))),  # noqa: B023
+            ("watched", WATCHED, lambda n: watched(ours, theirs, n)),  # noqa: B023
+        ):
+            yield from curve(family, what, at, call)
+
+
+def curve(family: str, what: str, at: tuple[int, ...], call: Callable[[int], list[float]]) -> Iterator[Row]:
+    found = [Row(family, str(n), what, mine, "transformers", theirs) for n in at for mine, theirs in [call(n)]]
+    yield from found
+    (first, last), span = (found[0], found[-1]), f"{at[0]} to {at[-1]}"
+    mine, theirs = last.ours / first.ours, last.theirs / first.theirs
+    yield Row(family, span, f"{what}, steepness", mine, "transformers", theirs, 1.0, "times")
+
+
+def forward(ours: HookedTransformer, theirs: Any, shape: tuple[int, int]) -> list[float]:
+    prompt = tokens(shape)
+    runs = RUNS if prompt.numel() > 1000 else 3 * RUNS
+    return medians(runs, lambda: ours(prompt), lambda: theirs(prompt))
+
+
+def watched(ours: HookedTransformer, theirs: Any, count: int) -> list[float]:
+    """`count` values on ours that its fast path computes, `count` modules' outputs on transformers' side."""
+    prompt = tokens((1, 256))
+    slow = ("attention_scores", "attention_probabilities", "attention_result")
+    names = [name for name, point in ours.names.points.items() if point.layer is not None and point.value not in slow]
+    modules = [each for each in theirs.modules() if isinstance(each, nn.Linear)][:count]
+
+    def hooked() -> None:
+        kept: list[Any] = []
+        handles = [each.register_forward_hook(lambda module, args, output: kept.append(output)) for each in modules]
+        theirs(prompt)
+        for handle in handles:
+            handle.remove()
+
+    return medians(3 * RUNS, lambda: ours.run_with_cache(prompt, names_filter=names[:count]), hooked)
+
+
+if __name__ == "__main__":
+    run("growth", measure())
