@@ -1,8 +1,9 @@
 """How time grows: with the length of the prompt, the batch, the values that are watched: `python -m benchmarks.growth`.
 
-Two blocks of width 512 (the long size's). Against transformers' plain forward, and for watched values against
-transformers with as many forward hooks, each keeping its module's output. The curve of ours is not to be steeper: the
-`steepness` rows are how many times longer the last point takes than the first.
+Length and batch (of 128 tokens) at the long size, two blocks of width 512, against transformers' plain forward.
+Watched values at the tiny size, where they can be seen at all, against transformers with as many forward hooks, each
+keeping its module's output. No curve is to be steeper than transformers': the last row of each is the time that is
+added between its first point and its last.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.pairs import SIZES, families, medians, pair, tokens
 from benchmarks.report import Row, run
 from transformer_std import HookedTransformer
 
@@ -28,10 +29,11 @@ def measure() -> Iterator[Row]:
     names = families()
     for family in names:
         ours, theirs = pair(family, "long")
+        small = pair(family, "tiny")
         for what, at, call in (
             ("length", LENGTHS, lambda n: forward(ours, theirs, (1, n))),  # noqa: B023
             ("batch", BATCHES, lambda n: forward(ours, theirs, (n, 128))),  # noqa: B023
-            ("watched", WATCHED, lambda n: watched(ours, theirs, n)),  # noqa: B023
+            ("watched", WATCHED, lambda n: watched(*small, n)),  # noqa: B023
         ):
             yield from curve(family, what, at, call)
 
@@ -39,9 +41,8 @@ def measure() -> Iterator[Row]:
 def curve(family: str, what: str, at: tuple[int, ...], call: Callable[[int], list[float]]) -> Iterator[Row]:
     found = [Row(family, str(n), what, mine, "transformers", theirs) for n in at for mine, theirs in [call(n)]]
     yield from found
-    (first, last), span = (found[0], found[-1]), f"{at[0]} to {at[-1]}"
-    mine, theirs = last.ours / first.ours, last.theirs / first.theirs
-    yield Row(family, span, f"{what}, steepness", mine, "transformers", theirs, 1.0, "times")
+    mine, theirs = found[-1].ours - found[0].ours, found[-1].theirs - found[0].theirs
+    yield Row(family, f"{at[0]} to {at[-1]}", f"{what}, added", mine, "transformers", theirs, 1.0)
 
 
 def forward(ours: HookedTransformer, theirs: Any, shape: tuple[int, int]) -> list[float]:
@@ -52,7 +53,7 @@ def forward(ours: HookedTransformer, theirs: Any, shape: tuple[int, int]) -> lis
 
 def watched(ours: HookedTransformer, theirs: Any, count: int) -> list[float]:
     """`count` values on ours that its fast path computes, `count` modules' outputs on transformers' side."""
-    prompt = tokens((1, 256))
+    prompt = tokens("tiny")
     slow = ("attention_scores", "attention_probabilities", "attention_result")
     names = [name for name, point in ours.names.points.items() if point.layer is not None and point.value not in slow]
     modules = [each for each in theirs.modules() if isinstance(each, nn.Linear)][:count]
@@ -64,7 +65,7 @@ def watched(ours: HookedTransformer, theirs: Any, count: int) -> list[float]:
         for handle in handles:
             handle.remove()
 
-    return medians(3 * RUNS, lambda: ours.run_with_cache(prompt, names_filter=names[:count]), hooked)
+    return medians(SIZES["tiny"]["runs"], lambda: ours.run_with_cache(prompt, names_filter=names[:count]), hooked)
 
 
 if __name__ == "__main__":

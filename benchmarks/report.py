@@ -72,7 +72,7 @@ def run(name: str, rows: Iterator[Row]) -> None:
     content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in found]}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     plot(name, found)
-    write_readme()
+    (HERE / "README.md").write_text(readme())
 
 
 def machine() -> dict[str, Any]:
@@ -117,6 +117,7 @@ def bars(plt: Any, rows: list[Row]) -> Any:
 
 
 def curves(plt: Any, rows: list[Row]) -> Any:
+    rows = [row for row in rows if row.size.isdigit()]
     kinds = list(dict.fromkeys(row.what for row in rows))
     names = list(dict.fromkeys(row.family for row in rows))
     figure, grid = plt.subplots(len(kinds), len(names), figsize=(3 * len(names), 2.6 * len(kinds)), squeeze=False)
@@ -136,8 +137,8 @@ def curves(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
-def write_readme() -> None:
-    """`benchmarks/README.md`, from what was measured last and what each benchmark says of itself."""
+def readme() -> str:
+    """`benchmarks/README.md`: the notes, what each benchmark says of itself, and what was measured last."""
     parts = [(HERE / "notes.md").read_text().rstrip()]
     for file in sorted(RESULTS.glob("*.json")):
         content = json.loads(file.read_text())
@@ -152,4 +153,4 @@ def write_readme() -> None:
         )
         if (RESULTS / f"{file.stem}.png").exists():
             parts[-1] += f"\n\n![{file.stem}](results/{file.stem}.png)"
-    (HERE / "README.md").write_text("\n\n".join(parts) + "\n")
+    return "\n\n".join(parts) + "\n"

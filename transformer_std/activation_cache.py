@@ -133,12 +133,6 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
         sliced._gone = self._gone | taken | ({"query"} if "seq" in taken else set())
         return sliced
 
-    def without_batch(self) -> ActivationCache:
-        """The cache of a batch of one, without the batch axis."""
-        bare = self.map(lambda value: rearrange(value, "1 ... -> ..."))
-        bare._gone = self._gone | {"batch"}
-        return bare
-
     @property
     def num_bytes(self) -> int:
         """Of the values that were computed."""
