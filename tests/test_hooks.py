@@ -285,6 +285,41 @@ def test_values_that_wait_are_what_they_were(
     assert cache["attention_result", 0] is cache["attention_result", 0]
 
 
+@torch.no_grad()
+def test_what_waits_does_not_follow_what_it_is_made_of(model: HookedTransformer) -> None:
+    tokens = prompt().repeat(2, 1)
+    _, at_once = model.run_with_cache(tokens, keep_graph=True)
+    with torch.inference_mode():
+        _, cache = model.run_with_cache(tokens)
+        cache["attention_premix", 0].zero_()
+        assert torch.equal(cache["attention_result", 0], at_once["attention_result", 0])
+    with torch.enable_grad():
+        weight = torch.ones((), requires_grad=True)
+        (cache["attention_result", 0] * weight).sum().backward()
+    for copied in (copy.copy(cache), copy.deepcopy(cache)):
+        assert torch.equal(copied["attention_result", 1], at_once["attention_result", 1])
+        assert copied.model is model
+    copy.deepcopy(cache)["mlp_output", 0].zero_()
+    assert torch.equal(cache["mlp_output", 0], at_once["mlp_output", 0])
+    with pytest.raises(ValueError, match="remove_batch_dim is for a batch of one"):
+        model.run_with_cache(tokens, names_filter="attention_result", remove_batch_dim=True)
+
+
+def test_gradients_come_to_the_first_hook_first(model: HookedTransformer) -> None:
+    order: list[str] = []
+
+    def halve(grad: Tensor, hook: HookPoint) -> Tensor:
+        order.append("halve")
+        return grad / 2
+
+    with model.hooks(bwd_hooks=[("layer_mid", halve), ("layer_mid", lambda grad, hook: order.append("look"))]):
+        _, cache = model.run_with_cache(prompt(), names_filter="layer_mid", incl_bwd=True, return_type="loss")
+    _, plain = model.run_with_cache(prompt(), names_filter="layer_mid", incl_bwd=True, return_type="loss")
+    assert order == ["halve", "look"] * model.num_layers
+    last = model.num_layers - 1
+    assert torch.equal(cache["layer_mid_grad", last], plain["layer_mid_grad", last] / 2)
+
+
 def test_a_hook_beside_a_reader_leaves_nothing_waiting(model: HookedTransformer) -> None:
     tokens = prompt().repeat(2, 1)
     with model.hooks(fwd_hooks=[("attention_result", lambda value, hook: value * 2)]):

@@ -100,12 +100,27 @@ import sys, warnings, torch
 from tests.tiny import prompt
 from transformer_std import HookedTransformer
 warnings.simplefilter("ignore")
+
+def gradients(run, model):
+    run(prompt()).square().sum().backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return found
+
 torch.set_grad_enabled(False)
 for folder in sys.argv[1:]:
     model = HookedTransformer.from_pretrained(folder)
     torch._dynamo.reset()
     compiled, plain = torch.compile(model, fullgraph=True, backend="eager"), model(prompt())
     torch.testing.assert_close(compiled(prompt()), plain)
+    torch.testing.assert_close(compiled(prompt(7)[:1]), model(prompt(7)[:1]))
+    torch.testing.assert_close(compiled(prompt(9)), model(prompt(9)))
+    with torch.enable_grad():
+        expected = gradients(model, model)
+        found = gradients(compiled, model)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
     with model.hooks(fwd_hooks=[(("mlp_output", 1), lambda value, hook: value * 2)]):
         torch.testing.assert_close(compiled(prompt()), model(prompt()))
         assert not torch.allclose(compiled(prompt()), plain)

@@ -61,12 +61,12 @@ RECIPES = [
     Recipe("phi", "grouped", {"num_key_value_heads": 2}),
     Recipe("phi", "qk_layernorm", {"qk_layernorm": True, "num_key_value_heads": 3}),
     Recipe("phi", "share_of_head", {"partial_rotary_factor": 0.4}),
-    Recipe("phi", "whole_head", {"partial_rotary_factor": 1.0}),
+    Recipe("phi", "whole_head", {"partial_rotary_factor": 1.0, "num_key_value_heads": 1}, (5, 8, LENGTH)),
     Recipe("phi", "tied", {"tie_word_embeddings": True}),
     Recipe("phi", "head_of_10", {"hidden_size": 60, "partial_rotary_factor": 0.4}),
     Recipe("phi3", "base"),
     Recipe("phi3", "ungrouped", {"num_key_value_heads": None}),
-    Recipe("phi3", "window", {"sliding_window": 5}, (4, 5, 6, LENGTH)),
+    Recipe("phi3", "window", {"sliding_window": 5, "num_key_value_heads": 1}, (4, 5, 6, LENGTH)),
     Recipe("phi3", "tied", {"tie_word_embeddings": True, "num_attention_heads": 12, "num_key_value_heads": 3}),
     Recipe("phi3", "longrope", {**LONG, "rope_parameters": longrope(16)}, AROUND),
     Recipe(
@@ -77,7 +77,9 @@ RECIPES = [
     Recipe("phimoe", "base"),
     Recipe("phimoe", "unbiased", {"attention_bias": False, "lm_head_bias": False, "router_jitter_noise": 0.01}),
     Recipe("phimoe", "tied", {"tie_word_embeddings": True, "num_key_value_heads": 6, "router_jitter_noise": 1.0}),
-    Recipe("phimoe", "head_dim_window", {"head_dim": 32, "sliding_window": 5}, (4, 5, 6, LENGTH)),
+    Recipe(
+        "phimoe", "head_dim_window", {"head_dim": 32, "sliding_window": 5, "num_key_value_heads": 1}, (4, 5, 6, LENGTH)
+    ),
     Recipe(
         "phimoe", "longrope",
         {**LONG, "rope_parameters": longrope(16, short_mscale=1.243, long_mscale=1.5, **LONG_INSIDE)},
@@ -88,14 +90,17 @@ RECIPES = [
     Recipe("qwen2_moe", "dense_first", {"mlp_only_layers": [0], "tie_word_embeddings": True}),
     Recipe("qwen2_moe", "dense_between", {"decoder_sparse_step": 2}),
     Recipe("qwen2_moe", "all_dense", {"num_experts": 0}),
-    Recipe("qwen2_moe", "window", {**WINDOW, "max_window_layers": 1}, (4, 5, 6, LENGTH)),
+    Recipe("qwen2_moe", "window", {**WINDOW, "max_window_layers": 1, "num_key_value_heads": 1}, (4, 5, 6, LENGTH)),
     Recipe("qwen2_moe", "layer_types", {**WINDOW, "layer_types": [FULL, SLIDING, SLIDING]}),
     Recipe("qwen2_moe", "top_1", {"num_experts_per_tok": 1}),
     Recipe("afmoe", "base"),
     Recipe("afmoe", "all_mixtures", {"num_dense_layers": 0, "num_shared_experts": 1, "mup_enabled": False}),
     Recipe("afmoe", "all_dense", {"num_dense_layers": 4, "num_key_value_heads": None}),
     Recipe("afmoe", "biased", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
-    Recipe("afmoe", "layer_types", {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 3}),
+    Recipe(
+        "afmoe", "layer_types",
+        {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 3, "num_key_value_heads": 1}, (5, 8, LENGTH),
+    ),
 ]  # fmt: skip
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
 

@@ -36,10 +36,17 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     @property
     def model(self) -> HookedTransformer:
-        """The model that ran. Raises `RuntimeError` when it is gone."""
+        """The model that ran. A cache that was read from a file has none until it is given one, `cache.model = model`.
+        Raises `RuntimeError` when there is none."""
         if (model := self._model()) is None:
-            raise RuntimeError("the model of this cache was deleted")
+            raise RuntimeError(
+                "this cache has no model: it was read from a file, or the model is gone; set cache.model"
+            )
         return model
+
+    @model.setter
+    def model(self, model: HookedTransformer) -> None:
+        self._model = weakref.ref(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
@@ -47,6 +54,12 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _model=lambda: None)
+
+    def __copy__(self) -> ActivationCache:
+        return self._map(lambda _, value: value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationCache:
+        return self.map(torch.clone)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in self._values:
@@ -65,7 +78,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def _looked_at(self, full: str) -> Any:
         if isinstance(value := self._values[full], Later):
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 value = self._values[full] = value.compute()
         return value
 

@@ -53,9 +53,11 @@ class Handle:
         [batch seq head dim] where the value is [batch head seq dim]."""
         point.check_takes(self)
         fn = functools.partial(_through_lens, self.fn, LensPoint(point, lens), heads_behind) if lens else self.fn
-        # Backward hooks behind the others: they see the gradient of what those made of the value.
-        attached = (*point._handles, Attached(self, fn))
-        point._handles = attached if len(attached) == 1 else tuple(sorted(attached, key=_is_backward))
+        # Between the others and the backward hooks, which watch what those made of the value, the last attached first:
+        # so the gradient comes to the first attached first.
+        others = point._handles
+        at = sum(handle.kind not in BACKWARD for handle, _ in others) if others else 0
+        point._handles = (*others[:at], Attached(self, fn), *others[at:])
         self._points.append(point)
 
     def detach(self) -> None:
@@ -87,10 +89,6 @@ class Attached(NamedTuple):
 
     handle: Handle
     fn: Callable[..., Any]
-
-
-def _is_backward(attached: Attached) -> bool:
-    return attached.handle.kind in BACKWARD
 
 
 class LensPoint:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_std.activation_cache import GRAD, ActivationCache
-from transformer_std.hook_points import Handle, HookPoint, Host, Later
+from transformer_std.hook_points import Handle, HookPoint, Host
 from transformer_std.layouts import is_integer
 from transformer_std.names import Names, NamesFilter, UnknownName
 
@@ -132,10 +132,6 @@ class Hooked(Host):
         as_it_is = device is None and not remove_batch_dim
 
         def keep(value: Any, hook: HookPoint) -> None:
-            if isinstance(value, Later):
-                compute = value.compute
-                values[hook.name] = value if as_it_is else Later(lambda: placed(compute()))
-                return
             if isinstance(value, Tensor) and value.requires_grad and not keep_graph:
                 value = value.detach()
             values[hook.name] = value if as_it_is else placed(value)
@@ -144,7 +140,7 @@ class Hooked(Host):
             if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
                 alive._values[hook.name + GRAD] = placed(grad)
 
-        reader = Handle("read", keep, takes_later=device is None and not keep_graph)
+        reader = Handle("read", keep, takes_later=as_it_is and not keep_graph)
         gradients = Handle("read_backward", keep_gradient)
         try:
             for point in points:

@@ -129,7 +129,7 @@ class KVCache:
 
     def advance(self, mask: Tensor | None, batch: int, new: int) -> None:
         """Notes that `new` positions were read, under the `mask` of everything."""
-        self.batch, self.mask = batch, mask
+        self.batch, self.mask = batch, None if mask is None or bool(mask.all()) else mask
         self._length += new
 
     def __repr__(self) -> str:

@@ -58,3 +58,18 @@ def of(name: str) -> str | None:
 def heads_behind(value: str) -> bool:
     """Whether TransformerLens has this value of ours as [batch pos head d_head]."""
     return value in HEADS_BEHIND
+
+
+# TransformerLens' names of axes, and what they can be here.
+AXES = {
+    "pos": ("seq", "query"),
+    "dest_pos": ("query", "seq"),
+    "src_pos": ("key",),
+    "head": ("num_heads", "num_kv_heads"),
+    "head_index": ("num_heads", "num_kv_heads"),
+}
+
+
+def axis(name: str, names: list[str]) -> str:
+    """The axis among `names` that `name` means; `name` itself where none is."""
+    return next((each for each in AXES.get(name, ()) if each in names), name)

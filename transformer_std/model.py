@@ -215,11 +215,15 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         else:
             stream = self._check_stream(input)
             attention_mask = self._check_mask(attention_mask, stream.shape[:2])
+        given = attention_mask
         if self.attention_mask.watched:
             batch, seq = stream.shape[0], stream.shape[1] + (0 if kv_cache is None else len(kv_cache))
             ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
             attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
+        seq = stream.shape[1]
         stream = self._run_blocks(stream, attention_mask, position_ids, kv_cache, first, last)
+        if kv_cache is not None:
+            kv_cache.advance(given, len(stream), seq)
         if stop_at_layer is not None:
             return stream
         logits = self._read_out(stream, last_logits_only)
@@ -254,7 +258,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         if kv_cache is not None:
             kv_cache.check(self.config, len(tokens))
             mask = kv_cache.whole_mask(attention_mask, *tokens.shape)
-            return tokens, None if mask is None else mask.to(tokens.device)
+            return tokens, None if mask is None else mask.to(tokens.device).contiguous()
         return tokens, self._check_mask(attention_mask, tokens.shape)
 
     def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
@@ -336,8 +340,6 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             blocks = itertools.islice(self.layers, first, last)
             for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
                 stream = block(stream, angles[rotary], masks[window], cache)
-        if kv_cache is not None:
-            kv_cache.advance(mask if padding is not None else None, len(stream), seq)
         return stream
 
     def _read_out(self, stream: Residual, last_only: bool) -> Float[Tensor, "batch read vocab_size"]:

@@ -99,7 +99,7 @@ def mix_fast(q: Queries, k: AllKeys, v: AllValues, mask: Mask, scale: float) -> 
             q = rearrange(q, "batch (kv_head group) 1 dim -> batch kv_head group dim", group=groups)
         else:
             k, v = expand_kv(k, groups), expand_kv(v, groups)
-    causal_only = mask is None and queries > 1
+    causal_only = queries > 1 and mask is None  # in this order a bool, too, where a compiler has symbols for sizes
     heads = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, is_causal=causal_only, enable_gqa=share
     )
@@ -117,10 +117,11 @@ def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
     """The scores entering the softmax, where a masked entry is the dtype's lowest finite number."""
     # In one piece, as they come out of transformers' key/value cache, which a plain call of it has too: in float16 the
     # product of queries and keys rounds differently on other strides.
-    k = expand_kv(k, q.shape[1] // k.shape[1]).contiguous()
+    k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
-    scores, lowest = scaled_scores(q, k, scale), torch.finfo(q.dtype).min
+    scores = scaled_scores(q, k, scale)
+    lowest = torch.finfo(scores.dtype).min
     scores = scores.masked_fill(~mask, lowest) if torch.is_grad_enabled() else scores.masked_fill_(~mask, lowest)
     if scores.dtype == torch.float16 and not bool(scores.isfinite().all()):
         return _refined(scores, scaled_scores(q.float(), k.float(), scale).masked_fill(~mask, -torch.inf))
@@ -201,18 +202,16 @@ class Attention(Host):
             return mix_fast(q, k, v, mask, self.scale)
         scores = self.attention_scores(masked_scores(q, k, mask, self.scale))
         pattern = self.attention_probabilities(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype))
-        heads = torch.matmul(pattern, expand_kv(v, self.cfg.num_heads // self.cfg.num_kv_heads))
+        heads = torch.matmul(pattern, expand_kv(v.contiguous(), self.cfg.num_heads // self.cfg.num_kv_heads))
         return heads.transpose(1, 2).contiguous()
 
     def project(self, premix: HeadOutputs) -> Residual:
         out = self.o(merge_heads(premix))
         if not self.attention_result.watched:
             return out
-        if self.attention_result.can_wait and premix.shape[0] * premix.shape[1] >= self.cfg.head_dim:
-            # Larger than all it is computed from, of which the weight is kept as it is now.
-            self.attention_result.later(
-                functools.partial(head_results, premix.detach(), self.o.weight.detach().clone())
-            )
+        if self._results_can_wait(premix):
+            kept = (each.detach().clone() for each in (premix, self.o.weight))  # as they are now
+            self.attention_result.later(functools.partial(head_results, *kept))
             return out
         # The heads' own contributions round differently from their sum by one product. Only what a hook changed in
         # them is added, so that reading them leaves every bit; a watched gradient flows through them.
@@ -225,6 +224,12 @@ class Attention(Host):
         if self.o.bias is not None:
             changed = changed + (self.o.bias - self.o.bias.detach())
         return out.detach() + changed
+
+    def _results_can_wait(self, premix: HeadOutputs) -> bool:
+        """Whether the results, which nothing reads on, can be left until they are looked at: where they are larger
+        than what they are computed from, give or take a head's width."""
+        enough = premix.shape[0] * premix.shape[1] >= self.cfg.head_dim
+        return self.attention_result.can_wait and enough and premix.dtype == self.o.weight.dtype
 
     def _weight(self, index: int) -> Float[Tensor, "heads hidden dim"]:
         weight, _ = self.projections.parts()[index]

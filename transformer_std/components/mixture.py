@@ -45,8 +45,8 @@ def group(expert: Int[Tensor, " rows"], num_experts: int) -> Groups:
 
 def by_expert(rows: Rows, weights: Float[Tensor, "num_experts out width"], groups: Groups) -> Float[Tensor, "rows out"]:
     """Each expert's rows, which lie together, times its matrix."""
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return torch.ops.transformer_std.by_expert(rows, weights, groups)  # the compiler looks no further
+    if torch.compiler.is_compiling():
+        return torch.ops.transformer_std.by_expert(rows, weights, groups)
     return _by_expert(rows, weights, groups)
 
 
@@ -67,12 +67,41 @@ def _few(rows: Tensor, num_experts: int) -> bool:
     return num_experts > max(len(rows), FEW)
 
 
-torch.library.custom_op(
+def _outer_by_expert(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of the matrices: each expert's rows of `grad` times its rows."""
+    parts = zip(*(each.tensor_split(ends[:-1].tolist()) for each in (grad, rows)), strict=True)
+    return torch.stack([rearrange(grad, "row out -> out row") @ row for grad, row in parts])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, ends = ctx.saved_tensors
+    by_expert, outer = torch.ops.transformer_std.by_expert, torch.ops.transformer_std.outer_by_expert
+    return (
+        by_expert(grad, rearrange(weights, "expert out width -> expert width out"), ends),
+        outer(rows, grad, ends),
+        None,
+    )
+
+
+# To a compiler each is one operation: what is inside depends on the router's choice.
+_by_expert_op = torch.library.custom_op(
     "transformer_std::by_expert",
     _by_expert,
     mutates_args=(),
-    schema="(Tensor rows, Tensor weights, Tensor groups) -> Tensor",
-).register_fake(lambda rows, weights, groups: rows.new_empty(rows.shape[0], weights.shape[1]))
+    schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
+)
+_by_expert_op.register_fake(lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[1]))
+_by_expert_op.register_autograd(_backward, setup_context=_keep)
+torch.library.custom_op(
+    "transformer_std::outer_by_expert",
+    _outer_by_expert,
+    mutates_args=(),
+    schema="(Tensor rows, Tensor grad, Tensor ends) -> Tensor",
+).register_fake(lambda rows, grad, ends: rows.new_empty(ends.shape[0], grad.shape[1], rows.shape[1]))
 
 
 class Experts(Direct):
