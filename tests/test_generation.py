@@ -471,3 +471,19 @@ def test_steering_does_not_depend_on_the_cache(model: HookedTransformer) -> None
                 for each in (True, False)
             )
         assert torch.equal(cached, plain)
+
+
+@torch.no_grad()
+def test_a_hook_on_the_mask_of_every_step(checkpoints: Callable[[Recipe], Path]) -> None:
+    """Each step is called with the mask as it was given, and computes with what the hook makes of it."""
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[1]))
+
+    def hide(mask: Tensor, hook: Any) -> None:
+        mask[:, 2] = 0
+
+    mask = torch.ones(1, LENGTH, dtype=torch.long).expand(2, -1)
+    settings = {"attention_mask": mask, "max_new_tokens": 4, "stop_at_eos": False}
+    with model.hooks(fwd_hooks=[("attention_mask", hide)]):
+        cached = model.generate(prompt(), **settings)
+        assert torch.equal(cached, model.generate(prompt(), use_kv_cache=False, **settings))
+    assert not torch.equal(cached, model.generate(prompt(), **settings))
