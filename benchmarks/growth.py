@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.pairs import SIZES, families, medians, pair, tokens
 from benchmarks.report import Row, run
@@ -20,7 +19,7 @@ from transformer_std import HookedTransformer
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16)
-WATCHED = (1, 2, 4, 8, 16)
+WATCHED = (1, 2, 4, 8, 16, 32)
 RUNS = 3
 
 
@@ -56,7 +55,8 @@ def watched(ours: HookedTransformer, theirs: Any, count: int) -> list[float]:
     prompt = tokens("tiny")
     slow = ("attention_scores", "attention_probabilities", "attention_result")
     names = [name for name, point in ours.names.points.items() if point.layer is not None and point.value not in slow]
-    modules = [each for each in theirs.modules() if isinstance(each, nn.Linear)][:count]
+    modules = [each for each in theirs.modules() if not list(each.children())][:count]
+    assert len(modules) == count
 
     def hooked() -> None:
         kept: list[Any] = []

@@ -6,6 +6,7 @@ is what the process alone holds at the most (anonymous pages), without the mappe
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -61,6 +62,7 @@ def measured(function: Callable[[], Any]) -> tuple[float, float]:
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)  # a forked process has none of its parent's threads
+        gc.freeze()  # nor shall it look through its parent's objects for garbage
         peak, done = [private()], threading.Event()
         watch = threading.Thread(target=lambda: [peak.append(private()) for _ in iter(lambda: done.wait(0.002), True)])
         watch.start()
