@@ -72,7 +72,7 @@ def run(name: str, rows: Iterator[Row]) -> None:
     content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in found]}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     plot(name, found)
-    (HERE / "README.md").write_text(readme())
+    write()
 
 
 def machine() -> dict[str, Any]:
@@ -137,16 +137,59 @@ def curves(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
+# The lines of the summary in the project's README: what they say, and the rows that they are.
+LINES = [
+    ("forward, tiny", "forward", "tiny", "forward", "transformers"),
+    ("forward, middle", "forward", "middle", "forward", "transformers"),
+    ("forward, long", "forward", "long", "forward", "transformers"),
+    ("memory, long", "forward", "long", "memory", "transformers"),
+    ("64 tokens, tiny", "generate", "tiny", "64 tokens", "transformers"),
+    ("64 tokens, middle", "generate", "middle", "64 tokens", "transformers"),
+    ("gradients, middle", "gradients", "middle", "forward and backward", "transformers"),
+    ("loading", "load", "MB", "load", "transformers"),
+    ("cache of everything, tiny", "cache", "tiny", "everything", "TransformerLens"),
+    ("cache of everything, middle", "cache", "middle", "everything", "TransformerLens"),
+    ("patching, tiny", "patching", "tiny", "cells", "TransformerLens"),
+    ("patching, middle", "patching", "middle", "cells", "TransformerLens"),
+    ("cache of streams, tiny", "cache", "tiny", "layer_output", "nnsight"),
+]
+BEGIN, END = "<!-- what was measured -->\n", "<!-- so far -->"
+
+
+def write() -> None:
+    (HERE / "README.md").write_text(readme())
+    project = HERE.parent / "README.md"
+    before, _, rest = project.read_text().partition(BEGIN)
+    project.write_text(before + BEGIN + summary() + END + rest.partition(END)[2])
+
+
+def results(name: str) -> list[Row]:
+    return [Row(**row) for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
+
+
+def summary() -> str:
+    """A table of ratios, a line a comparison and a column a family."""
+    names = list(dict.fromkeys(row.family for row in results("forward")))
+    lines = [f"| | against | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
+    for says, file, size, what, peer in LINES:
+        found = {
+            row.family: f"{row.ratio:.2f}"
+            for row in results(file)
+            if size in row.size and row.what.endswith(what) and row.peer == peer
+        }
+        lines.append(f"| {says} | {peer} | " + " | ".join(found.get(name, "") for name in names) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def readme() -> str:
     """`benchmarks/README.md`: the notes, what each benchmark says of itself, and what was measured last."""
     parts = [(HERE / "notes.md").read_text().rstrip()]
     for file in sorted(RESULTS.glob("*.json")):
         content = json.loads(file.read_text())
-        rows = [Row(**row) for row in content["rows"]]
         on = content["machine"]
         versions = ", ".join(f"{package} {on[package]}" for package in PACKAGES if on[package])
         about = importlib.import_module(f"benchmarks.{file.stem}").__doc__ or ""
-        lines = ["| " + " | ".join(row.cells()) + " |" for row in rows]
+        lines = ["| " + " | ".join(row.cells()) + " |" for row in results(file.stem)]
         parts.append(
             f"## {file.stem}\n\n{about.strip()}\n\n{on['cores']} cores of {on['processor']}; Python {on['python']}, "
             f"{versions}.\n\n| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}\n" + "\n".join(lines)

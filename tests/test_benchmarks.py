@@ -44,6 +44,8 @@ def test_recorded_products_give_what_they_gave(checkpoints: Callable[[Recipe], P
 
 def test_the_readme_is_of_the_results() -> None:
     assert (report.HERE / "README.md").read_text() == report.readme()
+    project = (report.HERE.parent / "README.md").read_text()
+    assert report.BEGIN + report.summary() + report.END in project
 
 
 def test_rows() -> None:
