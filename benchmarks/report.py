@@ -110,7 +110,7 @@ def bars(plt: Any, rows: list[Row]) -> Any:
         if row.target is not None:
             axes.plot([row.target] * 2, [at - 0.4, at + 0.4], color="black")
     axes.set_yticks(range(len(rows)), [f"{row.family} {row.size}: {row.what} / {row.peer}" for row in rows], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.axvline(1, color="grey", linewidth=0.5)
     axes.set_xlabel("ratio (bars), expected at most (black)")
     return figure
@@ -130,7 +130,7 @@ def curves(plt: Any, rows: list[Row]) -> Any:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_title(f"{family}: {kind}", fontsize=8)
-            axes.tick_params(labelsize=7)
+            axes.tick_params(which="both", labelsize=7)
     grid[0][0].legend(fontsize=7)
     grid[0][0].set_ylabel("ms", fontsize=8)
     figure.tight_layout()

@@ -14,7 +14,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer as their_spar
 from tests.test_families import both, check_parameter_gradients
 from tests.tiny import BASES, RECIPES, Recipe, load_reference, prompt
 from transformer_std import HookedTransformer, Unavailable
-from transformer_std.components.mixture import by_expert, unsorted
+from transformer_std.components.grouped import by_expert, unsorted
 from transformer_std.components.routers import sigmoid_top_k, softmax_top_k, sparsemixer
 
 Folders = Callable[[Recipe], Path]

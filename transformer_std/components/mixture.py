@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from transformer_std import config
+from transformer_std.components.grouped import Rows, by_expert, group, take, unsorted
 from transformer_std.components.mlp import ACTIVATIONS, SharedExpert
 from transformer_std.components.norms import build_norm
 from transformer_std.components.routers import Choice, sigmoid_top_k, softmax_top_k, sparsemixer
@@ -28,80 +27,6 @@ from transformer_std.layouts import (
     SlotNeurons,
 )
 from transformer_std.modules import Direct, Linear
-
-Rows = Float[Tensor, "rows width"]
-FEW = 32  # experts
-
-# Where each expert's rows end; or, of the experts that have any, how many.
-Groups = Int[Tensor, " num_experts"] | dict[int, int]
-
-
-def group(expert: Int[Tensor, " rows"], num_experts: int) -> Groups:
-    """The groups of rows that are sorted by `expert`."""
-    if _few(expert, num_experts) and not torch.compiler.is_compiling():
-        return collections.Counter(expert.tolist())
-    return torch.searchsorted(expert, torch.arange(num_experts, device=expert.device), right=True, out_int32=True)
-
-
-def by_expert(rows: Rows, weights: Float[Tensor, "num_experts out width"], groups: Groups) -> Float[Tensor, "rows out"]:
-    """Each expert's rows, which lie together, times its matrix."""
-    if torch.compiler.is_compiling():
-        return torch.ops.transformer_std.by_expert(rows, weights, groups)
-    return _by_expert(rows, weights, groups)
-
-
-def _by_expert(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    if isinstance(groups, Tensor):
-        aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])  # as its kernels want it
-        if aligned and not _few(rows, len(weights)) and hasattr(F, "grouped_mm"):
-            return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=groups)
-        counts = groups.diff(prepend=groups.new_zeros(1)).tolist()
-        groups = {expert: count for expert, count in enumerate(counts) if count}
-    # One product for each expert that was chosen, and nothing for the others.
-    parts = zip(rows.split(list(groups.values())), groups, strict=True)
-    return torch.cat([F.linear(part, weights.select(0, expert)) for part, expert in parts])
-
-
-def _few(rows: Tensor, num_experts: int) -> bool:
-    """Whether rows are so few that going through all experts, a microsecond each, costs more than it saves."""
-    return num_experts > max(len(rows), FEW)
-
-
-def _outer_by_expert(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of the matrices: each expert's rows of `grad` times its rows."""
-    parts = zip(*(each.tensor_split(ends[:-1].tolist()) for each in (grad, rows)), strict=True)
-    return torch.stack([rearrange(grad, "row out -> out row") @ row for grad, row in parts])
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    rows, weights, ends = ctx.saved_tensors
-    by_expert, outer = torch.ops.transformer_std.by_expert, torch.ops.transformer_std.outer_by_expert
-    return (
-        by_expert(grad, rearrange(weights, "expert out width -> expert width out"), ends),
-        outer(rows, grad, ends),
-        None,
-    )
-
-
-# To a compiler each is one operation: what is inside depends on the router's choice.
-_by_expert_op = torch.library.custom_op(
-    "transformer_std::by_expert",
-    _by_expert,
-    mutates_args=(),
-    schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
-)
-_by_expert_op.register_fake(lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[1]))
-_by_expert_op.register_autograd(_backward, setup_context=_keep)
-torch.library.custom_op(
-    "transformer_std::outer_by_expert",
-    _outer_by_expert,
-    mutates_args=(),
-    schema="(Tensor rows, Tensor grad, Tensor ends) -> Tensor",
-).register_fake(lambda rows, grad, ends: rows.new_empty(ends.shape[0], grad.shape[1], rows.shape[1]))
 
 
 class Experts(Direct):
@@ -145,16 +70,6 @@ class Experts(Direct):
 
 def shared_experts(cfg: config.Mlp | None, hidden_size: int) -> SharedExpert | Missing:
     return SharedExpert(cfg, hidden_size) if cfg else Missing("shared_experts", "this mixture has no shared expert")
-
-
-def take(rows: Rows, index: Int[Tensor, " taken"]) -> Float[Tensor, "taken width"]:
-    """rows[index]. The faster kernel sums a row's gradients in another order, so it serves where there are none."""
-    return rows[index] if torch.is_grad_enabled() else rows.index_select(0, index)
-
-
-def unsorted(order: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """The permutation that takes sorted rows back to slot order."""
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
 class Mixture(Host):
