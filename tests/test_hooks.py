@@ -305,6 +305,17 @@ def test_what_waits_does_not_follow_what_it_is_made_of(model: HookedTransformer)
         model.run_with_cache(tokens, names_filter="attention_result", remove_batch_dim=True)
 
 
+@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
+@torch.no_grad()
+def test_a_filtered_cache_holds_what_was_asked_for(base: Recipe, checkpoints: Callable[[Recipe], Path]) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(base))
+    names = ["layer_output", "attention_output", "mlp_output"]
+    _, cache = model.run_with_cache(prompt(), names_filter=names)
+    assert sorted(cache) == sorted(point.name for point in model.names.resolve(names))
+    held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in cache.values()}
+    assert sum(held.values()) == cache.num_bytes == len(cache) * prompt().numel() * model.hidden_size * 4
+
+
 def test_gradients_come_to_the_first_hook_first(model: HookedTransformer) -> None:
     order: list[str] = []
 
