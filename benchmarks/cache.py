@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import SIZES, bridge, families, medians, pair, sight, tokens
+from benchmarks.pairs import SIZES, bridge, medians, pairs, sight, tokens
 from benchmarks.report import Row, run
 from transformer_std import HookedTransformer
 
@@ -42,11 +42,8 @@ BOTH_HAVE = {
 
 @torch.no_grad()
 def measure() -> Iterator[Row]:
-    names = families()
-    for size, target in EVERYTHING.items():
-        for family in names:
-            ours, theirs = pair(family, size)
-            yield from compare(family, size, target, ours, theirs)
+    for family, size, ours, theirs in pairs(*EVERYTHING):
+        yield from compare(family, size, EVERYTHING[size], ours, theirs)
 
 
 def compare(family: str, size: str, target: float, ours: HookedTransformer, theirs: Any) -> Iterator[Row]:
@@ -66,12 +63,13 @@ def compare(family: str, size: str, target: float, ours: HookedTransformer, thei
         assert (lens(prompt) - ours(prompt)).abs().max() < 1e-2
         mine, bridged = medians(runs, lambda: ours.run_with_cache(prompt), lambda: lens.run_with_cache(prompt))
         yield Row(family, size, "everything", mine, "TransformerLens", bridged, target)
-        caches = (ours.run_with_cache(prompt)[1]._values, lens.run_with_cache(prompt)[1])
-        yield Row(family, size, "everything, held", *_held(caches[0]), "TransformerLens", *_held(caches[1]), unit="MB")
+        (_, cache), (_, bridged_cache) = ours.run_with_cache(prompt), lens.run_with_cache(prompt)
+        held = _held(cache._values), _held(bridged_cache)
+        yield Row(family, size, "everything, held", held[0], "TransformerLens", held[1], unit="MB")
         shared = [
             name
             for name, there in BOTH_HAVE.items()
-            if f"blocks.1.{there}" in caches[1] and ours.support(1)[name] is None
+            if f"blocks.1.{there}" in bridged_cache and ours.support(1)[name] is None
         ]
         there = {f"blocks.{i}.{BOTH_HAVE[name]}" for name in shared for i in range(ours.num_layers)}
         mine, bridged = medians(
@@ -100,16 +98,15 @@ def compare(family: str, size: str, target: float, ours: HookedTransformer, thei
         yield Row(family, size, "layer_output", some, "nnsight", traced)
 
 
-def _held(values: Any) -> tuple[float]:
+def _held(values: Any) -> float:
     """Megabytes of the distinct memory behind a cache's tensors."""
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    tensors += [each for value in values.values() for each in _behind(value)]
+    tensors = [each for value in values.values() for each in _behind(value)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    return (sum(storages.values()) / 1e6,)
+    return sum(storages.values()) / 1e6
 
 
 def _behind(value: Any, depth: int = 4) -> list[Tensor]:
-    """The tensors that a value not yet looked at is computed from."""
+    """A value's tensor, or those that it will be computed from when it is looked at."""
     if isinstance(value, Tensor):
         return [value]
     parts = [*getattr(value, "args", ()), *[cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]]

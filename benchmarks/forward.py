@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.pairs import SIZES, families, medians, pair, tokens
+from benchmarks.pairs import SIZES, medians, pairs, tokens
 from benchmarks.report import Row, run
 
 TARGETS = {"tiny": 0.55, "middle": 1.0, "long": 1.0}
@@ -20,24 +20,22 @@ TARGETS = {"tiny": 0.55, "middle": 1.0, "long": 1.0}
 
 @torch.no_grad()
 def measure() -> Iterator[Row]:
-    names = families()
-    for size, target in TARGETS.items():
-        for family in names:
-            ours, theirs = pair(family, size)
-            prompt = tokens(size)
-            assert torch.equal(ours(prompt), theirs(prompt).logits)
-            calls = (
-                lambda: ours(prompt),  # noqa: B023
-                lambda: theirs(prompt),  # noqa: B023
-                lambda: theirs(prompt, use_cache=False),  # noqa: B023
-            )
-            mine, plain, lean = medians(SIZES[size]["runs"], *calls)
-            yield Row(family, size, "forward", mine, "transformers", plain, target)
-            yield Row(family, size, "forward", mine, "transformers, use_cache=False", lean)
-            if size == "long":
-                mine, plain, lean = map(peak, calls)
-                yield Row(family, size, "memory", mine, "transformers", plain, target, "MB")
-                yield Row(family, size, "memory", mine, "transformers, use_cache=False", lean, unit="MB")
+    for family, size, ours, theirs in pairs(*TARGETS):
+        target = TARGETS[size]
+        prompt = tokens(size)
+        assert torch.equal(ours(prompt), theirs(prompt).logits)
+        calls = (
+            lambda: ours(prompt),  # noqa: B023
+            lambda: theirs(prompt),  # noqa: B023
+            lambda: theirs(prompt, use_cache=False),  # noqa: B023
+        )
+        mine, plain, lean = medians(SIZES[size]["runs"], *calls)
+        yield Row(family, size, "forward", mine, "transformers", plain, target)
+        yield Row(family, size, "forward", mine, "transformers, use_cache=False", lean)
+        if size == "long":
+            mine, plain, lean = map(peak, calls)
+            yield Row(family, size, "memory", mine, "transformers", plain, target, "MB")
+            yield Row(family, size, "memory", mine, "transformers, use_cache=False", lean, unit="MB")
 
 
 def peak(function: Callable[[], Any]) -> float:

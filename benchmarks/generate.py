@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.pairs import medians, pairs, tokens
 from benchmarks.report import Row, run
 
 NEW, PROMPT = 64, (1, 32)
@@ -15,22 +15,19 @@ RUNS = {"tiny": 5, "middle": 3}
 
 
 def measure() -> Iterator[Row]:
-    names = families()
-    for size, runs in RUNS.items():
-        for family in names:
-            ours, theirs = pair(family, size)
-            prompt = tokens(PROMPT)
+    for family, size, ours, theirs in pairs(*RUNS):
+        prompt = tokens(PROMPT)
 
-            def mine() -> Tensor:
-                return ours.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)  # noqa: B023
+        def mine() -> Tensor:
+            return ours.generate(prompt, max_new_tokens=NEW, stop_at_eos=False)  # noqa: B023
 
-            def plain() -> Tensor:
-                settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None}  # noqa: B023
-                return theirs.generate(prompt, max_new_tokens=NEW, **settings)  # noqa: B023
+        def plain() -> Tensor:
+            settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None}  # noqa: B023
+            return theirs.generate(prompt, max_new_tokens=NEW, **settings)  # noqa: B023
 
-            assert torch.equal(mine(), plain())
-            fast, slow = medians(runs, mine, plain)
-            yield Row(family, size, f"{NEW} tokens", fast, "transformers", slow)
+        assert torch.equal(mine(), plain())
+        fast, slow = medians(RUNS[size], mine, plain)
+        yield Row(family, size, f"{NEW} tokens", fast, "transformers", slow)
 
 
 if __name__ == "__main__":

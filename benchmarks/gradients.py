@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import SIZES, families, medians, pair, tokens
+from benchmarks.pairs import SIZES, medians, pairs, tokens
 from benchmarks.report import Row, run
 from transformer_std import HookedTransformer
 
 
 def measure() -> Iterator[Row]:
-    names = families()
-    for size in ("tiny", "middle"):
-        for family in names:
-            yield compare(family, size, *pair(family, size))
+    for each in pairs("tiny", "middle"):
+        yield compare(*each)
 
 
 def compare(family: str, size: str, ours: HookedTransformer, theirs: Any) -> Row:

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.pairs import SIZES, families, medians, pair, tokens
+from benchmarks.pairs import SIZES, medians, pairs, tokens
 from benchmarks.report import Row, run
 
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -36,26 +36,23 @@ class Recorded(TorchDispatchMode):
 
 @torch.no_grad()
 def measure() -> Iterator[Row]:
-    names = families()
-    for size in ("tiny", "middle"):
-        for family in names:
-            ours, theirs = pair(family, size)
-            prompt, runs = tokens(size), SIZES[size]["runs"]
-            with Recorded() as recorded:
-                ours(prompt)
-            calls = recorded.calls
+    for family, size, ours, theirs in pairs("tiny", "middle"):
+        prompt, runs = tokens(size), SIZES[size]["runs"]
+        with Recorded() as recorded:
+            ours(prompt)
+        calls = recorded.calls
 
-            def products() -> None:
-                for call in calls:  # noqa: B023
-                    call()
+        def products() -> None:
+            for call in calls:  # noqa: B023
+                call()
 
-            alone, mine, plain = medians(runs, products, lambda: ours(prompt), lambda: theirs(prompt))  # noqa: B023
-            yield Row(family, size, "products alone", alone, "our forward", mine)
-            yield Row(family, size, "products alone", alone, "transformers' forward", plain)
-            times = kernels(lambda: ours(prompt), runs)  # noqa: B023
-            total = sum(times.values())
-            for name in sorted(times, key=times.get, reverse=True)[:LARGEST]:  # type: ignore[arg-type]
-                yield Row(family, size, name, times[name], "all kernels", total)
+        alone, mine, plain = medians(runs, products, lambda: ours(prompt), lambda: theirs(prompt))  # noqa: B023
+        yield Row(family, size, "products alone", alone, "our forward", mine)
+        yield Row(family, size, "products alone", alone, "transformers' forward", plain)
+        times = kernels(lambda: ours(prompt), runs)  # noqa: B023
+        total = sum(times.values())
+        for name in sorted(times, key=times.get, reverse=True)[:LARGEST]:  # type: ignore[arg-type]
+            yield Row(family, size, name, times[name], "all kernels", total)
 
 
 def kernels(function: Callable[[], Any], runs: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import importlib.util
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,14 @@ def pair(family: str, size: str, **settings: Any) -> tuple[HookedTransformer, An
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     shake(theirs)
     return HookedTransformer.from_pretrained(theirs), theirs
+
+
+def pairs(*sizes: str) -> Iterator[tuple[str, str, HookedTransformer, Any]]:
+    """Family, size, ours and theirs: every family at each of `sizes`."""
+    names = families()
+    for size in sizes:
+        for family in names:
+            yield family, size, *pair(family, size)
 
 
 def tokens(size: str | tuple[int, int]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import bridge, families, medians, pair, tokens
+from benchmarks.pairs import bridge, medians, pairs, tokens
 from benchmarks.report import Row, run
 
 SHAPES = {"tiny": (1, 16), "middle": (1, 32)}
@@ -42,34 +42,32 @@ def by_hand(lens: Any, corrupted: Tensor, clean: Any, layer: int) -> Tensor:
 
 @torch.no_grad()
 def measure() -> Iterator[Row]:
-    names = families()
-    for size, shape in SHAPES.items():
-        for family in names:
-            ours, theirs = pair(family, size)
-            if (lens := bridge(theirs)) is None:
-                return
-            from transformer_lens import patching
+    for family, size, ours, theirs in pairs(*SHAPES):
+        shape = SHAPES[size]
+        if (lens := bridge(theirs)) is None:
+            return
+        from transformer_lens import patching
 
-            corrupted, clean_tokens = tokens(shape), tokens(shape).flip(1)
-            _, clean = ours.run_with_cache(clean_tokens, names_filter="layer_input")
-            _, theirs_clean = lens.run_with_cache(clean_tokens)
+        corrupted, clean_tokens = tokens(shape), tokens(shape).flip(1)
+        _, clean = ours.run_with_cache(clean_tokens, names_filter="layer_input")
+        _, theirs_clean = lens.run_with_cache(clean_tokens)
 
-            def mine() -> Tensor:
-                return ours.activation_patching(corrupted, clean, "layer_input", metric, progress=False)  # noqa: B023
+        def mine() -> Tensor:
+            return ours.activation_patching(corrupted, clean, "layer_input", metric, progress=False)  # noqa: B023
 
-            def bridged() -> Tensor:
-                with contextlib.redirect_stderr(io.StringIO()):
-                    return patching.get_act_patch_resid_pre(lens, corrupted, theirs_clean, metric)  # noqa: B023
+        def bridged() -> Tensor:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return patching.get_act_patch_resid_pre(lens, corrupted, theirs_clean, metric)  # noqa: B023
 
-            def batched() -> list[Tensor]:
-                return [by_hand(lens, corrupted, theirs_clean, layer) for layer in range(ours.num_layers)]  # noqa: B023
+        def batched() -> list[Tensor]:
+            return [by_hand(lens, corrupted, theirs_clean, layer) for layer in range(ours.num_layers)]  # noqa: B023
 
-            # The median: where a router's scores nearly tie, the bridge's rounding may send a token to another expert.
-            assert (mine() - bridged()).abs().median() < 1e-3
-            fast, slow, hand = medians(RUNS[size], mine, bridged, batched, warm=0)
-            cells = f"{ours.num_layers} x {shape[1]} cells"
-            yield Row(family, size, cells, fast, "TransformerLens", slow, 0.5)
-            yield Row(family, size, cells, fast, "TransformerLens, a layer a batch", hand)
+        # The median: where a router's scores nearly tie, the bridge's rounding may send a token to another expert.
+        assert (mine() - bridged()).abs().median() < 1e-3
+        fast, slow, hand = medians(RUNS[size], mine, bridged, batched, warm=0)
+        cells = f"{ours.num_layers} x {shape[1]} cells"
+        yield Row(family, size, cells, fast, "TransformerLens", slow, 0.5)
+        yield Row(family, size, cells, fast, "TransformerLens, a layer a batch", hand)
 
 
 if __name__ == "__main__":

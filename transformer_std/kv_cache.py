@@ -128,8 +128,8 @@ class KVCache:
             raise
 
     def advance(self, mask: Tensor | None, batch: int, new: int) -> None:
-        """Notes that `new` positions were read, under the `mask` of everything."""
-        self.batch, self.mask = batch, None if mask is None or bool(mask.all()) else mask
+        """Notes that `new` positions were read, under the `mask` of everything; None where all are real."""
+        self.batch, self.mask = batch, mask
         self._length += new
 
     def __repr__(self) -> str:

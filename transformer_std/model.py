@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from transformer_std.analysis import Analysis
 from transformer_std.components.blocks import BLOCKS
-from transformer_std.components.functions import prompt_angles, rotary_angles, seen_keys, visible
+from transformer_std.components.functions import prompt_angles, real_positions, rotary_angles, seen_keys, visible
 from transformer_std.components.norms import build_norm
 from transformer_std.config import TransformerConfig
 from transformer_std.generation import Generation
@@ -220,10 +220,11 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             batch, seq = stream.shape[0], stream.shape[1] + (0 if kv_cache is None else len(kv_cache))
             ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
             attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
-        seq = stream.shape[1]
-        stream = self._run_blocks(stream, attention_mask, position_ids, kv_cache, first, last)
+        padding, seq = real_positions(attention_mask), stream.shape[1]
+        stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
         if kv_cache is not None:
-            kv_cache.advance(given, len(stream), seq)
+            padded = padding if attention_mask is given else real_positions(given)
+            kv_cache.advance(None if padded is None else given, len(stream), seq)
         if stop_at_layer is not None:
             return stream
         logits = self._read_out(stream, last_logits_only)
@@ -315,14 +316,13 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     def _run_blocks(
         self,
         stream: Residual,
-        mask: Tensor | None,
+        padding: Tensor | None,
         position_ids: Tensor | None,
         kv_cache: KVCache | None,
         first: int,
         last: int,
     ) -> Residual:
         seq, dtype, device = stream.shape[1], stream.dtype, stream.device
-        padding = None if mask is None or bool(mask.all()) else mask.bool()
         past = 0 if kv_cache is None else len(kv_cache)
         if position_ids is None and padding is None and not past:
             angles = [rotary and prompt_angles(rotary, seq, dtype, device) for rotary in self._rotaries]

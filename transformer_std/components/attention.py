@@ -139,9 +139,16 @@ def _refined(scores: Pattern, wide: Pattern) -> Pattern:
     return torch.where((scores == torch.inf).any(-1, keepdim=True), relative, scores.clamp(min=lowest))
 
 
+def by_head(
+    weight: Float[Tensor, "hidden_size width"], head_dim: int
+) -> Float[Tensor, "num_heads head_dim hidden_size"]:
+    return rearrange(weight, "hidden (head dim) -> head dim hidden", dim=head_dim)
+
+
 def head_results(premix: HeadOutputs, weight: Float[Tensor, "hidden_size width"]) -> HeadResults:
-    W_O = rearrange(weight, "hidden (head dim) -> head dim hidden", head=premix.shape[2])
-    return einsum(premix, W_O, "batch seq head dim, head dim hidden -> batch seq head hidden")
+    return einsum(
+        premix, by_head(weight, premix.shape[-1]), "batch seq head dim, head dim hidden -> batch seq head hidden"
+    )
 
 
 class Attention(Host):
@@ -254,7 +261,7 @@ class Attention(Host):
 
     @property
     def W_O(self) -> Float[Tensor, "num_heads head_dim hidden_size"]:
-        return rearrange(self.o.weight, "hidden (head dim) -> head dim hidden", dim=self.cfg.head_dim)
+        return by_head(self.o.weight, self.cfg.head_dim)
 
     @property
     def b_Q(self) -> Float[Tensor, "num_heads head_dim"]:

@@ -6,7 +6,7 @@ import functools
 
 import torch
 from einops import repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from transformer_std.config import Rotary
@@ -88,6 +88,11 @@ def causal(queries: int, keys: int, window: int | None, device: torch.device) ->
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
+
+
+def real_positions(mask: Shaped[Tensor, "batch position"] | None) -> Bool[Tensor, "batch position"] | None:
+    """False on padding; None where there is none."""
+    return None if mask is None or bool(mask.all()) else mask.bool()
 
 
 def visible(
