@@ -210,6 +210,8 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             raise ValueError("the loss needs the logits of every position: leave out last_logits_only")
         if loss_per_token and return_type not in ("loss", "both"):
             raise ValueError(f"loss_per_token goes with return_type 'loss' or 'both', not {return_type!r}")
+        if start_at_layer is not None and stop_at_layer is None and return_type in ("loss", "both"):
+            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
         first, last = self._span(start_at_layer, stop_at_layer)
         if kv_cache is not None and (first, last) != (0, self.num_layers):
             raise ValueError("a kv_cache needs all layers: leave out start_at_layer and stop_at_layer")
@@ -229,24 +231,18 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         logits = None
         with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
             stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
-            if stop_at_layer is None and (return_type is not None or self._head_watched()):
-                logits = self._read_out(stream, last_logits_only)
+            if stop_at_layer is None:
+                logits = self._read_out(stream, last_logits_only, needed=return_type is not None)
             if kv_cache is not None:
                 padded = padding if attention_mask is given else real_positions(given)
                 kv_cache.advance(None if padded is None else given, len(stream), seq)
         if stop_at_layer is not None:
             return stream
-        if return_type == "logits" or logits is None or return_type is None:
-            return logits if return_type == "logits" else None
-        if tokens is None:
-            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
+        if return_type in ("logits", None):
+            return logits if return_type else None
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
         loss = next_token_loss(logits, tokens, mask, loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
-
-    def _head_watched(self) -> bool:
-        behind = (self.final_norm_output, self.lm_head_output, self.logits, self.next_token_probs)
-        return any(point.watched for point in behind)
 
     def _read_input(
         self, input: Input, attention_mask: Tensor | None, kv_cache: KVCache | None
@@ -353,8 +349,16 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             stream = block(stream, angles[rotary], masks[window], cache, **again)
         return stream
 
-    def _read_out(self, stream: Residual, last_only: bool) -> Float[Tensor, "batch read vocab_size"]:
+    def _read_out(
+        self, stream: Residual, last_only: bool, needed: bool
+    ) -> Float[Tensor, "batch read vocab_size"] | None:
+        """The logits; where nobody needs them, only what is watched behind the blocks."""
+        head = needed or any(point.watched for point in (self.lm_head_output, self.logits, self.next_token_probs))
+        if not (head or self.final_norm_output.watched):
+            return None
         normed = self.final_norm_output(self.norm(stream))
+        if not head:
+            return None
         logits = self.logits(self.lm_head_output(self.lm_head(normed[:, -1:] if last_only else normed)))
         if self.next_token_probs.watched:
             self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
