@@ -114,7 +114,8 @@ class KVCache:
                 f"the attention_mask has {given.shape[1]} positions; the kv_cache holds {len(self)} and the input {new}"
             )
         past = given[:, : len(self)]
-        if can_look(past) and not torch.equal(past.bool(), torch.ones_like(past).bool() if held is None else held.bool()):
+        expected = torch.ones_like(past) if held is None else held
+        if can_look(past) and not torch.equal(past.bool(), expected.bool()):
             raise ValueError("the attention_mask says otherwise of the positions that the kv_cache holds")
         return given
 

@@ -1,10 +1,13 @@
-"""Arithmetic in memory that is no longer needed: over a few hundred tokens, memory fresh from the system costs more than
-the arithmetic, and on a few tokens an operation in place begins sooner.
+"""Arithmetic in memory that is no longer needed.
 
-`times(x, y)` is x * y, in `x`'s own memory where nothing is lost by that: autograd records nothing, so nobody wants the
-old `x` back; `y` has x's dtype, so x * y has it too (under autocast the two differ, and the result is as wide as the
-wider); and no function transform is under way, under which `y` may be many. It is for the caller to say that nobody
-else holds `x`, and that `y` is no larger. In eager, compiled or recorded, the numbers are those of x * y.
+Over a few hundred tokens, memory fresh from the system costs more than the arithmetic; on a few tokens, an operation in
+place begins sooner. So `times(x, y)` is x * y, in `x`'s own memory where that is the same:
+
+* autograd records nothing, and nobody will want the old `x` back;
+* `y` has x's dtype. Under autocast the two can differ, and x * y is then of the wider one;
+* no function transform is under way, where `y` may stand for many.
+
+It is for the caller to see to it that nobody else holds `x`, and that `y` is no larger.
 """
 
 from __future__ import annotations

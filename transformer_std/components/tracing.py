@@ -1,7 +1,9 @@
-"""What may be kept for later, and what may be looked at. A forward is not always run on the spot: a compiler or a tracer
-writes it down, a fake tensor mode runs it without numbers, a function transform with many at once, a GPU some time
-later. A tensor made meanwhile is of no use afterwards, and a look at its numbers fails, or stops everything until they
-are there."""
+"""What may be kept for later, and what may be looked at.
+
+A forward is not always run on the spot: a compiler or a tracer writes it down, a fake tensor mode runs it without
+numbers, a function transform with many at once, a GPU some time later. A tensor that was made meanwhile is of no use
+afterwards, and a look at its numbers fails, or stops everything until they are there.
+"""
 
 from __future__ import annotations
 
