@@ -139,7 +139,8 @@ class TransformerConfig:
     """A decoder-only transformer.
 
     `intermediate_size` is the release's headline number; each block's own is in its entry. `max_length` is the context
-    in tokens; nothing that is built grows with it. The embedding of `padding_id` gets no gradient.
+    in tokens; nothing that is built grows with it. The embedding of `padding_id` gets no gradient. A fresh model's
+    matrices are noise of the standard deviation `initializer_range`.
     """
 
     vocab_size: int
@@ -153,6 +154,7 @@ class TransformerConfig:
     head_bias: bool = False
     padding_id: int | None = None
     dtype: str | None = None
+    initializer_range: float = 0.02
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -185,8 +187,10 @@ def _build(kind: Any, value: Any) -> Any:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    return (
-        dataclasses.is_dataclass(kind)
-        and isinstance(value, dict)
-        and ({each.name for each in dataclasses.fields(kind)} == set(value))
-    )
+    """Whether `value` has every field that `kind` needs, and none that it does not know. A file that was written
+    before a field there was lacks it, and takes its default."""
+    if not dataclasses.is_dataclass(kind) or not isinstance(value, dict):
+        return False
+    fields = dataclasses.fields(kind)
+    needed = {each.name for each in fields if each.default is each.default_factory is dataclasses.MISSING}
+    return needed <= set(value) <= {each.name for each in fields}

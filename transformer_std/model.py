@@ -26,7 +26,7 @@ from transformer_std.hook_points import HookPoint
 from transformer_std.hooking import Hooked
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
-from transformer_std.modules import Embedding, Linear
+from transformer_std.modules import Direct, Embedding, Linear
 from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
@@ -42,8 +42,8 @@ Input = Any
 class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     """A decoder-only transformer whose every standard value is read and written by name.
 
-    `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
-    in eval mode.
+    `HookedTransformer(config, seed=0)` has fresh weights, see `init_weights`; `HookedTransformer.from_pretrained` loads
+    a checkpoint. Models start in eval mode.
     """
 
     host = "model"
@@ -65,6 +65,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         *,
         attn_implementation: str = "sdpa",
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int | None = None,
     ):
         super().__init__()
         if attn_implementation not in ("sdpa", "eager"):
@@ -86,6 +87,27 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         ]
         self.names = Names(self)
         self.eval()
+        if not self.embed_tokens.weight.is_meta:
+            self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draws all weights afresh, as transformers' `from_config` does: matrices from a normal distribution of
+        `config.initializer_range`, a padding token's embedding, biases and a router beside a selection bias zero, norms
+        one. A tied head is the embedding. With a `seed` the same weights every time, and torch's own generator stays as
+        it is; without one they are drawn by that.
+
+        Raises:
+            RuntimeError: weights have no memory (`model.to_empty(device=...)` gives it), or are not the model's own.
+        """
+        self.check_in_memory()
+        split = [name.rpartition(".") for name, _ in self.named_parameters()]  # a tied one once
+        hosts = [(self.get_submodule(path), name) for path, _, name in split]
+        if strange := [path for (host, _), (path, _, _) in zip(hosts, split, strict=True) if not isinstance(host, Direct)]:
+            raise RuntimeError(f"{strange[0]} is not the model's own, so nothing says how its weights start")
+        generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
+        for host, name in hosts:
+            host.fill_fresh(name, self.config.initializer_range, generator)  # type: ignore[operator]
 
     @classmethod
     def from_pretrained(

@@ -26,7 +26,7 @@ from transformer_std.layouts import (
     SharedGate,
     SlotNeurons,
 )
-from transformer_std.modules import Direct, Linear
+from transformer_std.modules import Direct, Linear, ZeroedLinear
 
 
 class Experts(Direct):
@@ -35,11 +35,8 @@ class Experts(Direct):
     def __init__(self, cfg: config.Mixture, hidden_size: int):
         super().__init__()
         self.activation = ACTIVATIONS[cfg.activation]
-        bound = hidden_size**-0.5
         self.gate_up = nn.Parameter(torch.empty(cfg.num_experts, 2 * cfg.intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(cfg.num_experts, hidden_size, cfg.intermediate_size))
-        for parameter in (self.gate_up, self.down) if not self.down.is_meta else ():
-            nn.init.uniform_(parameter, -bound, bound)
 
     def extra_repr(self) -> str:
         return f"gate_up={list(self.gate_up.shape)}, down={list(self.down.shape)}"
@@ -99,7 +96,8 @@ class Mixture(Host):
     def __init__(self, cfg: config.Mixture, hidden_size: int, post_norm: config.Norm | None = None):
         super().__init__()
         self.cfg, scoring = cfg, cfg.router.scoring
-        self.router = Linear(hidden_size, cfg.num_experts, bias=False)
+        # Beside a selection bias a router starts from ties, which the bias breaks.
+        self.router = (ZeroedLinear if scoring == "sigmoid" else Linear)(hidden_size, cfg.num_experts, bias=False)
         self.expert_bias = (
             nn.Parameter(torch.zeros(cfg.num_experts), requires_grad=False) if scoring == "sigmoid" else None
         )
