@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
 from transformer_std.text import Text
+from transformer_std.weights import embedding_rows, linear_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +105,9 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         self.check_in_memory()
         split = [name.rpartition(".") for name, _ in self.named_parameters()]  # a tied one once
         hosts = [(self.get_submodule(path), name) for path, _, name in split]
-        if strange := [path for (host, _), (path, _, _) in zip(hosts, split, strict=True) if not isinstance(host, Direct)]:
+        if strange := [
+            path for (host, _), (path, _, _) in zip(hosts, split, strict=True) if not isinstance(host, Direct)
+        ]:
             raise RuntimeError(f"{strange[0]} is not the model's own, so nothing says how its weights start")
         generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
         for host, name in hosts:
@@ -304,8 +308,8 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != self.hidden_size:
             got = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(f"with start_at_layer the input is the stream [batch seq {self.hidden_size}], not {got}")
-        if input.numel() == 0 or input.dtype != self.embed_tokens.weight.dtype:
-            dtype = self.embed_tokens.weight.dtype
+        if input.numel() == 0 or input.dtype != self.dtype:
+            dtype = self.dtype
             raise ValueError(
                 f"the stream is {list(input.shape)} {input.dtype}; the model reads at least one position of {dtype}"
             )
@@ -386,11 +390,17 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         """Where token ids go: the embedding's device, or the one it is brought to when it is called."""
         hook = vars(self.embed_tokens).get("_hf_hook")
         at = getattr(hook, "execution_device", None)
-        return self.embed_tokens.weight.device if at is None else torch.device(at)
+        return self._embedding_tensor.device if at is None else torch.device(at)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self._embedding_tensor.dtype
+
+    @property
+    def _embedding_tensor(self) -> Tensor:
+        """A tensor of the embedding's, also where an adapter is in its place and has others."""
+        own = self.embed_tokens._parameters.get("weight")
+        return next(self.embed_tokens.parameters()) if own is None else own
 
     @property
     def num_layers(self) -> int:
@@ -426,16 +436,15 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
 
     @property
     def W_E(self) -> Float[Tensor, "vocab_size hidden_size"]:
-        return self.embed_tokens.weight
+        return embedding_rows(self, "embed_tokens", self.vocab_size)
 
     @property
     def W_U(self) -> Float[Tensor, "hidden_size vocab_size"]:
-        return self.lm_head.weight.T
+        return rearrange(linear_map(self, "lm_head", self.hidden_size)[0], "vocab hidden -> hidden vocab")
 
     @property
     def b_U(self) -> Float[Tensor, " vocab_size"]:
-        bias = self.lm_head.bias
-        return self.lm_head.weight.new_zeros(self.vocab_size) if bias is None else bias
+        return linear_map(self, "lm_head", self.hidden_size)[1]
 
 
 def next_token_loss(logits: Logits, tokens: Tokens, mask: Tensor | None) -> Float[Tensor, ""]:

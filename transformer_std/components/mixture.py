@@ -27,6 +27,7 @@ from transformer_std.layouts import (
     SlotNeurons,
 )
 from transformer_std.modules import Direct, Linear, ZeroedLinear
+from transformer_std.weights import own_weight
 
 
 class Experts(Direct):
@@ -205,15 +206,18 @@ class Mixture(Host):
     @property
     def W_gate(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
         return rearrange(
-            self.experts.gate_up[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
+            self._stacked("gate_up")[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
         )
 
     @property
     def W_in(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
         return rearrange(
-            self.experts.gate_up[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
+            self._stacked("gate_up")[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
         )
 
     @property
     def W_out(self) -> Float[Tensor, "num_experts intermediate_size hidden_size"]:
-        return rearrange(self.experts.down, "expert hidden neuron -> expert neuron hidden")
+        return rearrange(self._stacked("down"), "expert hidden neuron -> expert neuron hidden")
+
+    def _stacked(self, name: str) -> Float[Tensor, "num_experts out width"]:
+        return own_weight(self.experts, name, f"{self.path}.experts", Experts)
