@@ -50,7 +50,8 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
-        return {"_values": dict(self), "_names": self._names, "_gone": self._gone}
+        values = {name: owned(value) if isinstance(value, Tensor) else value for name, value in self.items()}
+        return {"_values": values, "_names": self._names, "_gone": self._gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _model=lambda: None)
@@ -130,7 +131,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def slice(self, batch: Slice | None = None, position: Slice | None = None) -> ActivationCache:
         """Some rows and positions of every value; a single index takes its axis out. Positions are those of the
-        stream: of a pattern, its queries, while its keys stay whole."""
+        stream: of a pattern, its queries, while its keys stay whole. A slice holds what it shows: the whole can go."""
 
         asked = {name for name, index in (("batch", batch), ("seq", position)) if index is not None}
         if gone := asked & self._gone:
@@ -141,7 +142,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             for name, index in (("seq", position), ("query", position), ("batch", batch)):
                 if index is not None and name in names:
                     value = value[(slice(None),) * names.index(name) + (index,)]
-            return value
+            return owned(value)
 
         sliced = self._map(cut)
         taken = {name for name, index in (("batch", batch), ("seq", position)) if isinstance(index, int)}
@@ -150,8 +151,11 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     @property
     def num_bytes(self) -> int:
-        """Of the values that were computed."""
-        return sum(value.nbytes for value in self._values.values() if isinstance(value, Tensor))
+        """What is held: memory that several values share, neighbours that are one tensor say, counts once; values that
+        wait until they are looked at count when they are there."""
+        tensors = [value for value in self._values.values() if isinstance(value, Tensor)]
+        held = {(tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage() for tensor in tensors}
+        return sum(storage.nbytes() for storage in held.values())
 
     def _ipython_key_completions_(self) -> list[Any]:
         layers = {self._names.points[name.removesuffix(GRAD)] for name in self}
@@ -171,3 +175,11 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             count = "" if "." not in names[0] else f" x {len(names)} layers"
             lines.append(f"  {value}: {shape}{count}")
         return "\n".join(lines) + ")"
+
+
+def owned(value: Tensor, alias: bool = False) -> Tensor:
+    """The tensor, or a copy where it is a part of a larger one, which it would keep alive, or an `alias` of memory that
+    somebody goes on with."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):  # has no memory of its own to look at
+        return value
+    return value.clone() if alias or value.untyped_storage().nbytes() > value.nbytes else value

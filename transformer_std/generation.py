@@ -14,6 +14,7 @@ from transformer_std.activation_cache import ActivationCache
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Tokens, axes
 from transformer_std.names import NamesFilter
+from transformer_std.runs import at_step
 
 
 class StepCaches(list[ActivationCache]):
@@ -176,16 +177,13 @@ class Generation:
         depend on how many rows it reads), unless somebody watches what it says of all."""
         watched = self.lm_head_output.watched or self.logits.watched  # type: ignore[attr-defined]
         inputs = {"attention_mask": mask, "kv_cache": cache}
-        self._set_step(step)
-        try:
+        with at_step(step):
             if names_filter == ():
                 return self(fed, **inputs, last_logits_only=not watched)  # type: ignore[operator]
             heads = {"lm_head_output", "logits"} & {point.name for point in self.names.resolve(names_filter)}
             logits, kept = self.run_with_cache(  # type: ignore[attr-defined]
                 fed, **inputs, names_filter=names_filter, last_logits_only=not (watched or heads)
             )
-        finally:
-            self._set_step(0)
         caches.append(kept)
         return logits
 
@@ -194,10 +192,6 @@ class Generation:
         long factors at every position, as transformers' generate does."""
         originals = {layer.attention.rotary.original_length for layer in self.config.layers if layer.attention.rotary}
         return any(original is not None and 0 < read <= original < length for original in originals)
-
-    def _set_step(self, step: int) -> None:
-        for point in self.names.points.values():
-            point.step = step
 
     def _prompt(self, input: Any, attention_mask: Tensor | None, max_new_tokens: Any) -> tuple[Tokens, Tensor | None]:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:

@@ -31,6 +31,7 @@ from transformer_std.modules import Direct, Embedding, Linear
 from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
+from transformer_std.runs import IDLE, RUN
 from transformer_std.text import Text
 from transformer_std.weights import embedding_rows, linear_map
 
@@ -209,6 +210,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         last_logits_only: bool = False,
+        loss_per_token: bool = False,
     ) -> Any:
         """Runs the model.
 
@@ -221,16 +223,19 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
                 were given, also where a longrope's factors change later.
             return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
-                nats; "both" as a pair; or None.
+                nats; "both" as a pair; or None, which runs the head only where something watches it.
             start_at_layer: the first block to run.
             stop_at_layer: the first block not to run; the answer is the stream [batch seq hidden_size] that would
                 enter it. Negative numbers count from the last block.
             last_logits_only: run the head on the last position alone, [batch 1 vocab_size].
+            loss_per_token: the loss of each position's next token, [batch seq-1]; NaN where one of the two is padding.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type is {return_type!r}; give 'logits', 'loss', 'both' or None")
         if last_logits_only and return_type in ("loss", "both"):
             raise ValueError("the loss needs the logits of every position: leave out last_logits_only")
+        if loss_per_token and return_type not in ("loss", "both"):
+            raise ValueError(f"loss_per_token goes with return_type 'loss' or 'both', not {return_type!r}")
         first, last = self._span(start_at_layer, stop_at_layer)
         if kv_cache is not None and (first, last) != (0, self.num_layers):
             raise ValueError("a kv_cache needs all layers: leave out start_at_layer and stop_at_layer")
@@ -247,22 +252,27 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
             attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
         padding, seq = real_positions(attention_mask), stream.shape[1]
-        stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
-        if kv_cache is not None:
-            padded = padding if attention_mask is given else real_positions(given)
-            kv_cache.advance(None if padded is None else given, len(stream), seq)
+        logits = None
+        with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
+            stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
+            if stop_at_layer is None and (return_type is not None or self._head_watched()):
+                logits = self._read_out(stream, last_logits_only)
+            if kv_cache is not None:
+                padded = padding if attention_mask is given else real_positions(given)
+                kv_cache.advance(None if padded is None else given, len(stream), seq)
         if stop_at_layer is not None:
             return stream
-        logits = self._read_out(stream, last_logits_only)
-        if return_type == "logits":
-            return logits
-        if return_type is None:
-            return None
+        if return_type == "logits" or logits is None or return_type is None:
+            return logits if return_type == "logits" else None
         if tokens is None:
             raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
-        loss = next_token_loss(logits, tokens, mask)
+        loss = next_token_loss(logits, tokens, mask, loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
+
+    def _head_watched(self) -> bool:
+        behind = (self.final_norm_output, self.lm_head_output, self.logits, self.next_token_probs)
+        return any(point.watched for point in behind)
 
     def _read_input(
         self, input: Input, attention_mask: Tensor | None, kv_cache: KVCache | None
@@ -362,10 +372,11 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         masks = [visible(padding, seq, seen_keys(past, seq, window), window, device) for window in self._windows]
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
-        with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
-            blocks = itertools.islice(self.layers, first, last)
-            for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
-                stream = block(stream, angles[rotary], masks[window], cache)
+        # What is to be computed again in the backward, under activation checkpointing, knows whose hooks it has.
+        again = {} if torch.compiler.is_compiling() or (run := RUN.get()) is IDLE else {"run": run}
+        blocks = itertools.islice(self.layers, first, last)
+        for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
+            stream = block(stream, angles[rotary], masks[window], cache, **again)
         return stream
 
     def _read_out(self, stream: Residual, last_only: bool) -> Float[Tensor, "batch read vocab_size"]:
@@ -401,6 +412,11 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         """A tensor of the embedding's, also where an adapter is in its place and has others."""
         own = self.embed_tokens._parameters.get("weight")
         return next(self.embed_tokens.parameters()) if own is None else own
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go and the stream begins; of a model on several devices, the first."""
+        return self.input_device
 
     @property
     def num_layers(self) -> int:
@@ -447,10 +463,15 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         return linear_map(self, "lm_head", self.hidden_size)[1]
 
 
-def next_token_loss(logits: Logits, tokens: Tokens, mask: Tensor | None) -> Float[Tensor, ""]:
-    """Mean cross-entropy, in nats and float32, of each real token given the real tokens before it."""
+def next_token_loss(
+    logits: Logits, tokens: Tokens, mask: Tensor | None, per_token: bool = False
+) -> Float[Tensor, ""] | Float[Tensor, "batch transitions"]:
+    """Cross-entropy, in nats and float32, of each real token given the real tokens before it: the mean, or
+    `per_token`, with NaN where there is none."""
     real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
     if tokens.shape[1] == 1 or (real is not None and not real.any()):
         raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
     losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
+    if per_token:
+        return losses if real is None else losses.masked_fill(~real, torch.nan)
     return losses.mean() if real is None else losses[real].mean()
