@@ -172,12 +172,12 @@ class TransformerConfig:
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """`value` from JSON as the annotated type `kind`: dataclasses are told apart by their fields."""
+    """`value` from JSON as the annotated type `kind`: of several dataclasses, the one whose fields it has."""
     if value is None:
         return None
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(kind) if option is not type(None)]
-        return _build(next((option for option in options if _fits(option, value)), options[0]), value)
+        return _build(max(options, key=lambda option: _in_common(option, value)), value)
     if typing.get_origin(kind) is tuple:
         return tuple(_build(typing.get_args(kind)[0], item) for item in value)
     if dataclasses.is_dataclass(kind):
@@ -186,11 +186,8 @@ def _build(kind: Any, value: Any) -> Any:
     return value
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether `value` has every field that `kind` needs, and none that it does not know. A file that was written
-    before a field there was lacks it, and takes its default."""
+def _in_common(kind: Any, value: Any) -> int:
+    """How many of `kind`'s fields `value` has: a file that was written before a field was there lacks it."""
     if not dataclasses.is_dataclass(kind) or not isinstance(value, dict):
-        return False
-    fields = dataclasses.fields(kind)
-    needed = {each.name for each in fields if each.default is each.default_factory is dataclasses.MISSING}
-    return needed <= set(value) <= {each.name for each in fields}
+        return 0
+    return sum(each.name in value for each in dataclasses.fields(kind))
