@@ -22,7 +22,9 @@ Folders = Callable[[Recipe], Path]
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 
 
-@pytest.fixture(params=[(base, tied) for base in BASES for tied in (False, True)], ids=str)
+@pytest.fixture(
+    params=[(base, tied) for base in BASES for tied in (False, True)], ids=lambda each: f"{each[0].id}-{each[1]}"
+)
 def released(request: pytest.FixtureRequest) -> Any:
     """transformers' config of a family, its head tied or not, with a spread that no default has."""
     base, tied = request.param
@@ -95,12 +97,12 @@ def test_weights_that_are_not_the_models_own_are_not_drawn() -> None:
     model = HookedTransformer(converters.read_config(hf_config(NAMED["phi-base"]).to_dict()), seed=0)
     model.layers[2].self_attn.o = nn.Linear(96, 96)
     before = model.embed_tokens.weight.clone()
-    with pytest.raises(RuntimeError, match="layers.2.self_attn.o is not the model's own"):
+    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.o is not the model's own"):
         model.init_weights()
     assert torch.equal(model.embed_tokens.weight, before)
 
 
-@pytest.mark.parametrize("value, spread", [(0.3, 0.3), (None, 0.02), (0.0, 0.02), (1, 1.0)])
+@pytest.mark.parametrize(("value", "spread"), [(0.3, 0.3), (None, 0.02), (0.0, 0.02), (1, 1.0)])
 def test_the_releases_initializer_range(value: Any, spread: float) -> None:
     config = converters.read_config({**hf_config(NAMED["phi3-base"]).to_dict(), "initializer_range": value})
     assert config.initializer_range == spread

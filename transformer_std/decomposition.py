@@ -161,8 +161,8 @@ class Decomposition:
             shares = self._real(self["router_scores", layer]).float()
         return torch.special.entr(shares / shares.sum(-1, keepdim=True)).sum(-1)
 
-    def _real(self, value: Float[Tensor, "batch seq *axes"] | Int[Tensor, "batch seq *axes"]) -> Tensor:
-        """`value` at the real tokens, [token ...]; a cached pass has the mask of what was read before it too."""
+    def _real(self, value: Float[Tensor, "*batch_seq each"] | Int[Tensor, "*batch_seq each"]) -> Tensor:
+        """`value` at the real tokens, [token each]; a cached pass has the mask of what was read before it too."""
         if "attention_mask" not in self:
             raise UnknownName(
                 "only real tokens count, and attention_mask, which says which are, is not in this cache: name it in "
