@@ -18,7 +18,7 @@ NOTES = (
     "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length",
+    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length",
     "model_name", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
     "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
     "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict",
@@ -73,6 +73,10 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a number")
         return float(value)
+
+    def initializer_range(self) -> float:
+        """The standard deviation of a fresh model's matrices; none is transformers' own 0.02, as there."""
+        return self.number("initializer_range", 0.02) or 0.02
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.take(key, default)

@@ -95,6 +95,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
         layers=(Layer("sequential", norm, attention, mlp),) * hf.whole("num_hidden_layers", 32),
         norm=norm,
         tied_head=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.initializer_range(),
     )
 
 

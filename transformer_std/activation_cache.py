@@ -164,9 +164,11 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
         return len(self._values)
 
     def stack(self, value: str) -> Tensor:
-        """`value` of every layer that has it, [layers ...]."""
-        targets = self._names.targets(value)
-        return torch.stack([self[target.lens if target.heads_behind else target.point.name] for target in targets])
+        """`value`, or `value_grad`, of every layer that has it, [layers ...]."""
+        grad = GRAD if value.endswith(GRAD) else ""
+        targets = self._names.targets(value.removesuffix(GRAD))
+        names = [target.lens if target.heads_behind else target.point.name for target in targets]
+        return torch.stack([self[name + grad] for name in names])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> ActivationCache:
         """A cache of the same names, each tensor through `fn`."""

@@ -335,6 +335,11 @@ class Host(Direct):
     def hook_points(self) -> dict[str, HookPoint]:
         return {name: self.__dict__[name] for name in own_values(type(self)) if self.has(name)}
 
+    @property
+    def path(self) -> str:
+        """Where the host is in its model, `layers.3.self_attn`; empty for the model."""
+        return next(iter(self.hook_points().values())).name.rpartition(".")[0]
+
     def has(self, name: str) -> bool:
         return isinstance(self.__dict__.get(name), HookPoint)
 

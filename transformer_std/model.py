@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -26,12 +27,13 @@ from transformer_std.hook_points import HookPoint
 from transformer_std.hooking import Hooked
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
-from transformer_std.modules import Embedding, Linear
+from transformer_std.modules import Direct, Embedding, Linear
 from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
 from transformer_std.runs import IDLE, RUN
 from transformer_std.text import Text
+from transformer_std.weights import embedding_rows, linear_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,8 +45,8 @@ Input = Any
 class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     """A decoder-only transformer whose every standard value is read and written by name.
 
-    `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
-    in eval mode.
+    `HookedTransformer(config, seed=0)` has fresh weights, see `init_weights`; `HookedTransformer.from_pretrained` loads
+    a checkpoint. Models start in eval mode.
     """
 
     host = "model"
@@ -66,6 +68,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         *,
         attn_implementation: str = "sdpa",
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int | None = None,
     ):
         super().__init__()
         if attn_implementation not in ("sdpa", "eager"):
@@ -87,6 +90,29 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         ]
         self.names = Names(self)
         self.eval()
+        if not self.embed_tokens.weight.is_meta:
+            self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draws all weights afresh, as transformers' `from_config` does: matrices from a normal distribution of
+        `config.initializer_range`, a padding token's embedding, biases and a router beside a selection bias zero, norms
+        one. A tied head is the embedding. With a `seed` the same weights every time, and torch's own generator stays as
+        it is; without one they are drawn by that.
+
+        Raises:
+            RuntimeError: weights have no memory (`model.to_empty(device=...)` gives it), or are not the model's own.
+        """
+        self.check_in_memory()
+        split = [name.rpartition(".") for name, _ in self.named_parameters()]  # a tied one once
+        hosts = [(self.get_submodule(path), name) for path, _, name in split]
+        if strange := [
+            path for (host, _), (path, _, _) in zip(hosts, split, strict=True) if not isinstance(host, Direct)
+        ]:
+            raise RuntimeError(f"{strange[0]} is not the model's own, so nothing says how its weights start")
+        generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
+        for host, name in hosts:
+            host.fill_fresh(name, self.config.initializer_range, generator)  # type: ignore[operator]
 
     @classmethod
     def from_pretrained(
@@ -288,8 +314,8 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != self.hidden_size:
             got = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(f"with start_at_layer the input is the stream [batch seq {self.hidden_size}], not {got}")
-        if input.numel() == 0 or input.dtype != self.embed_tokens.weight.dtype:
-            dtype = self.embed_tokens.weight.dtype
+        if input.numel() == 0 or input.dtype != self.dtype:
+            dtype = self.dtype
             raise ValueError(
                 f"the stream is {list(input.shape)} {input.dtype}; the model reads at least one position of {dtype}"
             )
@@ -379,11 +405,17 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         """Where token ids go: the embedding's device, or the one it is brought to when it is called."""
         hook = vars(self.embed_tokens).get("_hf_hook")
         at = getattr(hook, "execution_device", None)
-        return self.embed_tokens.weight.device if at is None else torch.device(at)
+        return self._embedding_tensor.device if at is None else torch.device(at)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self._embedding_tensor.dtype
+
+    @property
+    def _embedding_tensor(self) -> Tensor:
+        """A tensor of the embedding's, also where an adapter is in its place and has others."""
+        own = self.embed_tokens._parameters.get("weight")
+        return next(self.embed_tokens.parameters()) if own is None else own
 
     @property
     def device(self) -> torch.device:
@@ -424,16 +456,15 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
 
     @property
     def W_E(self) -> Float[Tensor, "vocab_size hidden_size"]:
-        return self.embed_tokens.weight
+        return embedding_rows(self, "embed_tokens", self.vocab_size)
 
     @property
     def W_U(self) -> Float[Tensor, "hidden_size vocab_size"]:
-        return self.lm_head.weight.T
+        return rearrange(linear_map(self, "lm_head", self.hidden_size)[0], "vocab hidden -> hidden vocab")
 
     @property
     def b_U(self) -> Float[Tensor, " vocab_size"]:
-        bias = self.lm_head.bias
-        return self.lm_head.weight.new_zeros(self.vocab_size) if bias is None else bias
+        return linear_map(self, "lm_head", self.hidden_size)[1]
 
 
 def next_token_loss(

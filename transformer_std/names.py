@@ -209,6 +209,8 @@ class Names:
         """The error for a `name` without a hook point: `Unavailable` with its reason, or the closest names."""
         if name in self.absent:
             return Unavailable(f"{name} is unavailable: {self.absent[name]}")
-        close = difflib.get_close_matches(str(name), [*self.by_value, *self.points], n=3, cutoff=0.5)
+        by_lens = [lens for each in self.points if (lens := lens_names.of(each))]
+        known = dict.fromkeys([*self.by_value, *lens_names.SHORT, *self.points, *by_lens])
+        close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
         hint = f"; did you mean {', '.join(close)}?" if close else "; support() lists what there is"
         return UnknownName(f"this model has no value {name!r}{hint}")

@@ -27,7 +27,8 @@ from transformer_std.layouts import (
     SharedGate,
     SlotNeurons,
 )
-from transformer_std.modules import Direct, Linear
+from transformer_std.modules import Direct, Linear, ZeroedLinear
+from transformer_std.weights import own_weight
 
 
 class Experts(Direct):
@@ -36,11 +37,8 @@ class Experts(Direct):
     def __init__(self, cfg: config.Mixture, hidden_size: int):
         super().__init__()
         self.activation = ACTIVATIONS[cfg.activation]
-        bound = hidden_size**-0.5
         self.gate_up = nn.Parameter(torch.empty(cfg.num_experts, 2 * cfg.intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(cfg.num_experts, hidden_size, cfg.intermediate_size))
-        for parameter in (self.gate_up, self.down) if not self.down.is_meta else ():
-            nn.init.uniform_(parameter, -bound, bound)
 
     def extra_repr(self) -> str:
         return f"gate_up={list(self.gate_up.shape)}, down={list(self.down.shape)}"
@@ -99,7 +97,8 @@ class Mixture(Host):
     def __init__(self, cfg: config.Mixture, hidden_size: int, post_norm: config.Norm | None = None):
         super().__init__()
         self.cfg, scoring = cfg, cfg.router.scoring
-        self.router = Linear(hidden_size, cfg.num_experts, bias=False)
+        # Beside a selection bias a router starts from ties, which the bias breaks.
+        self.router = (ZeroedLinear if scoring == "sigmoid" else Linear)(hidden_size, cfg.num_experts, bias=False)
         self.expert_bias = (
             nn.Parameter(torch.zeros(cfg.num_experts), requires_grad=False) if scoring == "sigmoid" else None
         )
@@ -207,15 +206,18 @@ class Mixture(Host):
     @property
     def W_gate(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
         return rearrange(
-            self.experts.gate_up[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
+            self._stacked("gate_up")[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
         )
 
     @property
     def W_in(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
         return rearrange(
-            self.experts.gate_up[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
+            self._stacked("gate_up")[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
         )
 
     @property
     def W_out(self) -> Float[Tensor, "num_experts intermediate_size hidden_size"]:
-        return rearrange(self.experts.down, "expert hidden neuron -> expert neuron hidden")
+        return rearrange(self._stacked("down"), "expert hidden neuron -> expert neuron hidden")
+
+    def _stacked(self, name: str) -> Float[Tensor, "num_experts out width"]:
+        return own_weight(self.experts, name, f"{self.path}.experts", Experts)

@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from transformer_std.config import Norm
-from transformer_std.modules import Direct, LayerNorm
+from transformer_std import config
+from transformer_std.modules import LayerNorm, Norm
 
 
-class RMSNorm(Direct):
+class RMSNorm(Norm):
     """x / rms(x) * weight in float32 (https://arxiv.org/abs/1910.07467), cast back before or after the weight."""
 
-    def __init__(self, size: int, cfg: Norm):
+    def __init__(self, size: int, cfg: config.Norm):
         super().__init__()
         self.cfg, self.eps, self.cast_before_weight = cfg, cfg.eps, cfg.cast == "before_weight"
         self.weight = nn.Parameter(torch.ones(size))
@@ -38,7 +38,7 @@ class RMSNorm(Direct):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def build_norm(norm: Norm, size: int) -> RMSNorm | LayerNorm:
+def build_norm(norm: config.Norm, size: int) -> RMSNorm | LayerNorm:
     if norm.kind == "layer":
         return LayerNorm(size, eps=norm.eps)
     return RMSNorm(size, norm)
