@@ -142,8 +142,9 @@ def load(
     """What `HookedTransformer.from_pretrained` does; its arguments are described there."""
     tensors: Checkpoint | LiveTensors
     dtype = as_dtype(dtype)
-    source = getattr(source, "_orig_mod", source)  # what torch.compile wraps
-    if not isinstance(source, (str, Path)) and not hasattr(source, "config"):
+    for inside in ("_orig_mod", "module"):  # of torch.compile's wrapper, of a data-parallel one
+        source = getattr(source, inside, source)
+    if isinstance(source, HookedTransformer) or not (isinstance(source, (str, Path)) or hasattr(source, "config")):
         raise TypeError(
             f"source is {type(source).__name__}: give a folder, a file, a Hub id, or a live transformers model"
         )

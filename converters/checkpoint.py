@@ -28,6 +28,8 @@ def read_json(path: Path, error: type[ValueError] = CheckpointError) -> Any:
     """What a JSON file holds. Raises `error` where it is not JSON, or nested deeper than anything we read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as wrong:
+        raise error(f"{path} cannot be read: {wrong}") from None
     except RecursionError:
         raise error(f"{path} is nested too deep to be read") from None
     except ValueError as wrong:

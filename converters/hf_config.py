@@ -71,7 +71,9 @@ class ConfigReader:
         """A whole number of at least `least`, and of a size that a model can have."""
         value, most = self.take(key, default), MOST.get(key, MOST_OF_ANYTHING)
         if not is_whole(value) or value < least:
-            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} needs a whole number of at least {least}")
+            raise ConfigError(
+                f"config.{key} is {_shown(value)}; {self.family} needs a whole number of at least {least}"
+            )
         if value > most:
             raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} takes {most} at most")
         return value

@@ -184,7 +184,7 @@ def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
     write_tensors(folder, whole)
     with pytest.raises(converters.CheckpointError) as caught:
         HookedTransformer.from_pretrained(folder)
-    for line in (f"missing: {norm}", "left over: extra", "not floating: model.embed_tokens.weight is torch.int"):
+    for line in (f"missing: {norm}", "left over: extra", "not a weight: model.embed_tokens.weight is I32"):
         assert line in str(caught.value)
 
 
