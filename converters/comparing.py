@@ -94,13 +94,6 @@ class Difference:
             found += f", {len(self.uncompared)} not compared)" if self.uncompared else ")"
         return f"diff {self.a} {self.b} {self.attn_implementation}: {found}"
 
-    def of_kind(self) -> dict[str, list[Change]]:
-        """The values that differ, by kind, each kind's by layer."""
-        kinds: dict[str, list[Change]] = {}
-        for change in self.values:
-            kinds.setdefault(change.kind, []).append(change)
-        return kinds
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON; what no number tells, a difference to a NaN or an infinity, is None."""
         return jsonable({**dataclasses.asdict(self), "bit_equal": self.bit_equal, "summary": self.summary})
@@ -204,9 +197,9 @@ def _both(a: Any, b: Any, uncompared: dict[str, str]) -> list[str]:
     """The names of both whose tensors have one shape; why the others cannot be compared goes into `uncompared`."""
     for name in [*a, *(name for name in b if name not in a)]:
         if name not in a or name not in b:
-            uncompared[name] = f"only in {'A' if name in a else 'B'}"
+            uncompared.setdefault(name, f"only in {'A' if name in a else 'B'}")
         elif a[name].shape != b[name].shape:
-            uncompared[name] = f"{list(a[name].shape)} in A, {list(b[name].shape)} in B"
+            uncompared.setdefault(name, f"{list(a[name].shape)} in A, {list(b[name].shape)} in B")
     return [name for name in a if name not in uncompared]
 
 
