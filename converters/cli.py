@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import converters
+from converters.comparing import Change
 from transformer_std import HookedTransformer
 from transformer_std.hook_points import HookPoint
 from transformer_std.layouts import axes, describe
@@ -122,6 +125,86 @@ def verify(
 
 
 @app.command()
+def diff(
+    a: Source,
+    b: Source,
+    prompt: Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")] = [],  # noqa: B006
+    tokens: Annotated[
+        list[str], typer.Option(help="A JSON file of token ids, a list or a list of rows; may be repeated.")
+    ] = [],  # noqa: B006
+    dtype: Dtype = None,
+    attn_implementation: Attention = "sdpa",
+    layers: Annotated[bool, typer.Option("--layers", help="A row for every layer.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+) -> None:
+    """Compare two checkpoints: settings, parameters, logits, every value by its name; status 1 where a bit differs."""
+    from rich.text import Text
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {json_file.parent} to write {json_file.name} to")
+    found = converters.diff(
+        a, b, prompts=prompt, token_files=tokens, dtype=torch_dtype(dtype), attn_implementation=attn_implementation
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+    for name, (one, other) in found.settings.items():
+        console.print(Text(f"setting: {name}: {str(one)[:60]} in A, {str(other)[:60]} in B"), soft_wrap=True)
+    for title, changes in (("parameters that differ", found.parameters), ("values that differ", found.values)):
+        if changes:
+            console.print(changes_by_layer(title, changes) if layers else changes_by_kind(title, changes))
+    for reason, names in by_reason(found.uncompared).items():
+        console.print(Text(f"not compared: {names}: {reason}"), soft_wrap=True)
+    table = Table("prompt", "tokens", "logits bit-equal", "max difference", "top-1 agreement", "KL mean", "KL max")
+    for each in found.readings:
+        told = [each.max_difference, each.mean_kl, each.max_kl]
+        difference, *kl = ("" if number is None else f"{number:.3g}" for number in told)
+        agreement = "" if each.top1_agreement is None else f"{each.top1_agreement:.1%}"
+        table.add_row(Text(each.prompt[:40]), str(each.tokens), MARKS[each.bit_equal], difference, agreement, *kl)
+    console.print(table)
+    console.print(Text(found.summary), soft_wrap=True)
+    raise typer.Exit(0 if found.bit_equal else 1)
+
+
+def changes_by_kind(title: str, changes: Sequence[Change]) -> Table:
+    """A row for each kind: where it differs, by how much in the first layer that does and in the one that does most."""
+    kinds: dict[str, list[Change]] = {}
+    for change in changes:
+        kinds.setdefault(change.kind, []).append(change)
+    table = Table("name", "layers", "first", "difference", "relative", "most", "difference", "relative", title=title)
+    for kind, each in kinds.items():
+        most = max(each, key=lambda change: (change.max_difference or 0, change.changed))
+        found = [number for change in (each[0], most) for number in (at(change.layer), *by_how_much(change))]
+        table.add_row(kind, spans([change.layer for change in each if change.layer is not None]), *found)
+    return table
+
+
+def changes_by_layer(title: str, changes: Sequence[Change]) -> Table:
+    table = Table("name", "layer", "difference", "relative", "entries that differ", title=title)
+    for change in sorted(changes, key=lambda change: -1 if change.layer is None else change.layer):
+        table.add_row(change.kind, at(change.layer), *by_how_much(change), f"{change.changed:.1%}")
+    return table
+
+
+def at(layer: int | None) -> str:
+    return "" if layer is None else str(layer)
+
+
+def by_how_much(change: Change) -> list[str]:
+    """The largest difference, and that over the largest magnitude; of integers, how many differ."""
+    if change.max_difference is None:
+        return [f"{change.changed:.1%} differ", ""]
+    return [f"{change.max_difference:.3g}", "" if change.relative is None else f"{change.relative:.3g}"]
+
+
+def by_reason(uncompared: dict[str, str]) -> dict[str, str]:
+    """Why names could not be compared -> the names, those of several blocks in one."""
+    found: dict[str, dict[str, None]] = {}
+    for name, reason in uncompared.items():
+        found.setdefault(reason, {})[re.sub(r"^layers\.\d+\.", "layers.i.", name)] = None
+    return {reason: ", ".join(names) for reason, names in found.items()}
+
+
+@app.command()
 def export(source: Source, folder: Folder, dtype: Dtype = None, revision: Revision = None) -> None:
     """Write a checkpoint as a folder that transformers loads: our own format, or another dtype."""
     model = HookedTransformer.from_pretrained(source, dtype=torch_dtype(dtype), revision=revision)
@@ -172,7 +255,7 @@ def size_of(model: HookedTransformer, point: HookPoint, axis: str) -> int | None
     return getattr(host, axis, None) or getattr(model, axis, None)
 
 
-def spans(layers: list[int], num_layers: int) -> str:
+def spans(layers: list[int], num_layers: int | None = None) -> str:
     """Layer numbers in short: `0-1, 4`."""
     if len(layers) == num_layers:
         return "all layers"

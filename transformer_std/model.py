@@ -119,7 +119,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         cls,
         source: Any,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         device_map: str | dict[str, Any] | None = None,
         max_memory: dict[Any, Any] | None = None,
@@ -133,7 +133,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         Args:
             source: a folder (a Hugging Face checkpoint's or one that `save_pretrained` wrote), a weights file in one, a
                 Hub id, or a live transformers model, whose tensors are then shared.
-            dtype: None keeps the config's, or else the tensors' own.
+            dtype: torch's or its name, "bfloat16"; None or "auto" keeps the config's, or else the tensors' own.
             device: None keeps the weights memory-mapped on the CPU.
             device_map: "auto", or a dict from parts of the tree (`layers.3`) to devices, "cpu" or "disk": the model is
                 spread over them by accelerate (extra `big`). `max_memory` limits each device, as accelerate takes it;
