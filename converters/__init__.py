@@ -19,6 +19,7 @@ from converters.fill import fill
 from converters.hf_config import ConfigError, ConfigReader
 from converters.hub import ADAPTER, OUR_CONFIG, download
 from converters.rules import Copy, Rule
+from transformer_std import saving
 from transformer_std.config import Origin, TransformerConfig
 from transformer_std.model import HookedTransformer
 
@@ -70,11 +71,8 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
     folder = _folder(source) or download(str(source), revision, weights=False)
-    if (folder / OUR_CONFIG).exists():
-        try:
-            return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
+    if (own := _own_config(folder, saving.read_header(folder / saving.WEIGHTS))) is not None:
+        return own
     if (folder / ADAPTER).exists():
         base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise CheckpointError(f"{folder} holds an adapter of {base} ({ADAPTER}): {MERGE}")
@@ -83,6 +81,19 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     config = _convert_config(_read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
     return _with_generation(config, _read_json(generation)) if generation.exists() else config
+
+
+def _own_config(folder: Path, header: dict[str, str]) -> TransformerConfig | None:
+    """The config of a checkpoint in our own format, None of another. The header of the weights wins: it is of the same
+    save as they are, whoever saves meanwhile."""
+    file, written = folder / OUR_CONFIG, header.get(saving.CONFIG_KEY)
+    if written is None and not file.exists():
+        return None
+    try:
+        return TransformerConfig.from_dict(_read_json(file) if written is None else json.loads(written))
+    except (TypeError, ValueError, AttributeError) as error:
+        where = file if written is None else f"the header of {folder / saving.WEIGHTS}"
+        raise ConfigError(f"{where} is not a config that save_pretrained wrote: {error}") from error
 
 
 def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
@@ -106,7 +117,7 @@ def folder_of(source: str | Path, revision: str | None = None) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -160,8 +171,10 @@ def load(
     else:
         folder = folder_of(source, revision)
         config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
-        rules = _own_rules(config) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
-        tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)
+        own = _own_config(folder, tensors.header)
+        config = own or config
+        rules = _own_rules(config) if own else family_of(config).WEIGHTS
+        tokenizer = tokenizer or saving.find_tokenizer(tensors.header, folder)
     if dtype is None and config.dtype is not None:
         dtype = getattr(torch, config.dtype)
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} is no safetensors file; pickled and quantised weights are not read")
         for file in [path.name] if alone else self._shards():
             try:
-                self._files[file] = safe_open(folder / file, framework="pt")
+                self._files[file] = _open(folder / file)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{folder / file} is not a whole safetensors file: {error}") from None
             names = self._files[file].keys()
@@ -75,6 +76,11 @@ class Checkpoint:
         if index.exists() and (lost := sorted(set(weight_map(index)) - set(self._where))):
             raise CheckpointError(f"{index} lists tensors that no shard holds: {', '.join(lost[:5])}")
 
+    @property
+    def header(self) -> dict[str, str]:
+        """The metadata of the file; empty where there are shards."""
+        return next(iter(self._files.values())).metadata() or {} if len(self._files) == 1 else {}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -92,10 +98,18 @@ class Checkpoint:
         return str(self.folder / self._where[name])
 
 
+def _open(file: Path) -> Any:
+    """safetensors opens a file twice, for its header and for its tensors: the same one, though it is saved over."""
+    while True:
+        before, opened, after = os.stat(file), safe_open(file, framework="pt"), os.stat(file)
+        if (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
+            return opened
+
+
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index of shards has it."""
     try:
-        found = json.loads(index.read_text())["weight_map"]
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): Path(file).name for name, file in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of shards: {error!r}") from None

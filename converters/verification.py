@@ -145,7 +145,7 @@ def _inputs(
 
 def _read_tokens(file: str | Path) -> tuple[str, Tensor]:
     try:
-        rows = json.loads(Path(file).read_text())
+        rows = json.loads(Path(file).read_text(encoding="utf-8"))
         tokens = torch.tensor(rows if rows and isinstance(rows[0], list) else [rows], dtype=torch.long)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{file} is no JSON list of token ids, nor of rows of one length: {error}") from None
