@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.checkpoint import MERGE, Checkpoint, CheckpointError, LiveTensors, read_json
+from converters.checkpoint import MERGE, Checkpoint, CheckpointError, LiveTensors, parse_json, read_json
 from converters.fill import check_counts, fill, own_rules
 from converters.hf_config import DTYPES, ConfigError, ConfigReader, check, check_depth
 from converters.hub import ADAPTER, OUR_CONFIG, download
+from transformer_std import saving
 from transformer_std.config import Origin, TransformerConfig
 from transformer_std.model import HookedTransformer
 
@@ -68,13 +69,8 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
     folder = _folder(source) or download(str(source), revision, weights=False)
-    if (folder / OUR_CONFIG).exists():
-        try:
-            return check(TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG)))
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
+    if (own := _own_config(folder, saving.read_header(folder / saving.WEIGHTS))) is not None:
+        return own
     if (folder / ADAPTER).exists():
         base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise CheckpointError(f"{folder} holds an adapter of {base} ({ADAPTER}): {MERGE}")
@@ -83,6 +79,22 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     config = _convert_config(_read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
     return _with_generation(config, _read_json(generation)) if generation.exists() else config
+
+
+def _own_config(folder: Path, header: dict[str, str]) -> TransformerConfig | None:
+    """The config of a checkpoint in our own format, None of another. The header of the weights wins: it is of the same
+    save as they are, whoever saves meanwhile."""
+    file, written = folder / OUR_CONFIG, header.get(saving.CONFIG_KEY)
+    if written is None and not file.exists():
+        return None
+    where = str(file) if written is None else f"the header of {folder / saving.WEIGHTS}"
+    values = _read_json(file) if written is None else parse_json(written, where, ConfigError)
+    try:
+        return check(TransformerConfig.from_dict(values))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where} is not a config that save_pretrained wrote: {error}") from error
 
 
 def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
@@ -157,8 +169,10 @@ def load(
     else:
         folder = folder_of(source, revision)
         config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
-        rules = own_rules(tensors) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
-        tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)
+        own = _own_config(folder, tensors.header)
+        config = own or config
+        rules = own_rules(tensors) if own else family_of(config).WEIGHTS
+        tokenizer = tokenizer or saving.find_tokenizer(tensors.header, folder)
     if dtype is None and config.dtype is not None:
         dtype = DTYPES[config.dtype]
     check_counts(config, tensors, rules)

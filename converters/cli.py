@@ -22,6 +22,7 @@ from converters.comparing import Change
 from transformer_std import HookedTransformer
 from transformer_std.hook_points import HookPoint
 from transformer_std.layouts import axes, describe
+from transformer_std.saving import in_use
 
 
 class Errors(typer.core.TyperGroup):
@@ -119,7 +120,7 @@ def verify(
     for name in report.unlike_tensors:
         console.print(f"[red]tensor read otherwise:[/] {name}")
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        Path(json_file).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     console.print(report.summary, soft_wrap=True)
     raise typer.Exit(0 if report.bit_equal else 1)
 
@@ -215,7 +216,7 @@ def export(source: Source, folder: Folder, dtype: Dtype = None, revision: Revisi
 @app.command()
 def convert(source: Source, folder: Folder, dtype: Dtype = None, revision: Revision = None) -> None:
     """Write a checkpoint in our own format, which loads where transformers is absent."""
-    if Path(folder).exists() and any(Path(folder).iterdir()):
+    if in_use(Path(folder)):
         raise FileExistsError(f"{folder} is not empty: convert to a new folder")
     model = HookedTransformer.from_pretrained(source, dtype=torch_dtype(dtype), revision=revision)
     model.save_pretrained(folder)

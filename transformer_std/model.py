@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,40 +158,28 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config and weights in our own format, and the tokenizer where it is loaded; `from_pretrained` reads
-        it back, without transformers."""
-        from safetensors.torch import save_file
+        """Writes config, weights and tokenizer in our own format; `from_pretrained` reads it back, without
+        transformers.
 
-        folder = Path(folder)
-        self.check_in_memory()
-        for theirs in ("config.json", "model.safetensors.index.json"):
-            if (folder / theirs).exists():
-                raise ValueError(
-                    f"{folder} holds another checkpoint ({theirs}), which ours would ruin: name a new folder"
-                )
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
-        tied = self.lm_head.weight is self.embed_tokens.weight
-        if tied:
-            del tensors["lm_head.weight"]
-        dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
-        config = dataclasses.replace(self.config, dtype=dtype, tied_head=tied)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Written beside, then moved: an interrupt leaves what was there.
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            save_file(tensors, Path(beside) / "model.safetensors", metadata={"format": "pt"})
-            (Path(beside) / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-            if self._tokenizer is not None:
-                self.tokenizer.save_pretrained(beside)
-            for file in Path(beside).iterdir():
-                file.replace(folder / file.name)
+        Whole or not at all: however it is stopped, and whoever else saves there, `folder` holds this model or what it
+        held before. An earlier save of ours there is replaced, with its tokenizer; other files are left alone.
+
+        Raises:
+            RuntimeError: weights that are not in memory.
+            ValueError: weights that are not plain tensors, as the config describes them (adapters, parametrisations,
+                shards), or a folder that holds a checkpoint in another format.
+        """
+        from transformer_std import saving
+
+        saving.save(self, folder)
 
     def check_in_memory(self) -> None:
-        """Raises `RuntimeError` where weights that are about to be read are on disk, or were never filled."""
+        """Raises `RuntimeError` where weights that are about to be read are on disk, offloaded or never filled."""
         missing = [name for name, parameter in self.named_parameters() if parameter.is_meta]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} weights are not in memory ({missing[0]}, ...): this reads them directly, so load the "
-                "model without putting parts on disk"
+                "model without putting parts on disk or offloading them"
             )
 
     # -- the forward ---------------------------------------------------------------------------------------------
