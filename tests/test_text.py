@@ -39,7 +39,7 @@ def test_texts_are_padded_on_the_left(folder: Path) -> None:
     torch.testing.assert_close(logits[0], model(LONG)[0], atol=1e-4, rtol=1e-4)
     tokens, mask = model.to_tokens([LONG, SHORT], return_mask=True)
     assert torch.equal(model(tokens, attention_mask=mask), model([LONG, SHORT]))
-    assert not torch.equal(model(tokens), model([LONG, SHORT]))
+    assert not torch.equal(model(tokens.as_subclass(torch.Tensor)), model([LONG, SHORT]))
 
 
 @torch.no_grad()
@@ -56,7 +56,9 @@ def test_a_mask_given_wins(folder: Path) -> None:
     model = HookedTransformer.from_pretrained(folder)
     mask = torch.ones(2, 7, dtype=torch.long)
     tokens = model.to_tokens([LONG, SHORT])
-    assert torch.equal(model([LONG, SHORT], attention_mask=mask), model(tokens))
+    bare = model(torch.tensor(tokens.tolist()))
+    assert torch.equal(model([LONG, SHORT], attention_mask=mask), bare)
+    assert torch.equal(model(tokens, attention_mask=mask), bare)
 
 
 @torch.no_grad()
@@ -78,7 +80,7 @@ def test_other_tokenizers_and_bad_texts(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(HookedTransformer.from_pretrained(folder, tokenizer=elsewhere)(LONG), model(LONG))
     with pytest.raises(ValueError, match="a text has no tokens"):
         model("")
-    with pytest.raises(TypeError, match="give text, a list of texts, or token ids"):
+    with pytest.raises(TypeError, match="the input is an empty list: give text, a list of texts, token ids"):
         model([])
-    with pytest.raises(TypeError, match="give text, a list of texts, or token ids"):
-        model([1, 2, 3])
+    with pytest.raises(TypeError, match="the input is a list of int, str: give text, a list of texts, token ids"):
+        model([1, "the"])
