@@ -465,7 +465,7 @@ def test_a_stream_leaves_other_passes_alone(model: HookedTransformer) -> None:
 
 def test_steering_does_not_depend_on_the_cache(model: HookedTransformer) -> None:
     vector = 3 * torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0))
-    for positions in ([2, 3, 4], -1, None):
+    for positions in ([[2, 3, 4]], [4, 2], [[1, 2], [3]], slice(1, 3), -1, None):
         with model.steer(0, vector, token_positions=positions):
             cached, plain = (
                 model.generate(prompt(), max_new_tokens=5, stop_at_eos=False, use_kv_cache=each)

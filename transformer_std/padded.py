@@ -14,8 +14,8 @@ from transformer_std.layouts import Tokens
 MOVES = {
     "__getitem__", "cat", "chunk", "clone", "concat", "concatenate", "contiguous", "cpu", "cuda", "detach", "expand",
     "expand_as", "flatten", "flip", "gather", "index_select", "int", "long", "narrow", "permute", "pin_memory",
-    "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "stack", "swapaxes", "take_along_dim",
-    "tensor_split", "tile", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "stack", "swapaxes",
+    "take_along_dim", "tensor_split", "tile", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 WRITES = {
     "__setitem__",

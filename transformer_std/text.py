@@ -233,8 +233,8 @@ def _read_encoding(values: Mapping[str, Any]) -> tuple[Tensor, Mask | None]:
         raise TypeError(f"the input is a mapping of {', '.join(map(repr, values)) or 'nothing'}, without 'input_ids'")
     if unknown := set(values) - {"input_ids", "attention_mask"} - NOTES:
         raise TypeError(
-            f"the input has {', '.join(sorted(map(repr, unknown)))}: of a mapping only 'input_ids' and 'attention_mask' "
-            "are read"
+            f"the input has {', '.join(sorted(map(repr, unknown)))}: of a mapping only 'input_ids' and "
+            "'attention_mask' are read"
         )
     ids, mask = values["input_ids"], values.get("attention_mask")
     if not isinstance(ids, (list, tuple)):
