@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_std.layouts import Tokens
-
 # Operations that move ids about and leave each as it is: the mask moves with them.
 MOVES = {
     "__getitem__", "cat", "chunk", "clone", "concat", "concatenate", "contiguous", "cpu", "cuda", "detach", "expand",
@@ -42,9 +40,9 @@ class PaddedTokens(Tensor):
     mask: Tensor | None
 
     @staticmethod
-    def of(tokens: Tokens, mask: Tensor | None) -> PaddedTokens:
+    def of(tokens: Tensor, mask: Tensor | None) -> PaddedTokens:
         """`tokens` with their `mask`, zeros for padding; None: it is lost."""
-        padded = tokens.as_subclass(PaddedTokens)
+        padded = Tensor._make_subclass(PaddedTokens, tokens)
         padded.mask = mask
         return padded
 
@@ -63,7 +61,7 @@ class PaddedTokens(Tensor):
                 "these ids were made of padded ones, and what made them lost their mask: pass attention_mask, or bare "
                 "ids, tokens.as_subclass(torch.Tensor)"
             )
-        return tokens.as_subclass(Tensor), mask
+        return Tensor._make_subclass(Tensor, tokens), mask
 
     @classmethod
     def __torch_function__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

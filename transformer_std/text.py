@@ -65,7 +65,7 @@ class Text:
         """
         tokens, mask = self.read(input)
         if mask is not None and not bool(mask.all()):
-            tokens = PaddedTokens.of(tokens, mask.to(tokens.dtype))
+            tokens = PaddedTokens.of(tokens, mask.to(tokens.dtype, copy=True))
         return (tokens, torch.ones_like(tokens) if mask is None else mask) if return_mask else tokens
 
     def read(self, input: Any, attention_mask: Tensor | None = None) -> tuple[Tokens, Tensor | None]:
