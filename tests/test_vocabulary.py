@@ -351,8 +351,8 @@ def test_tokens_and_text(speaking: HookedTransformer) -> None:
     tokens = speaking.to_tokens(text)
     assert speaking.to_string(tokens[0]) == text
     assert speaking.to_string(tokens) == [text]
-    assert speaking.to_str_tokens(text) == text.split()
-    assert speaking.to_str_tokens(tokens) == text.split()
+    assert speaking.to_str_tokens(text) == ["the", " cat", " sat", " on", " the", " red", " mat"]
+    assert speaking.to_str_tokens(tokens) == speaking.to_str_tokens(text)
     assert speaking.to_single_token("cat") == int(tokens[0, 1])
     with pytest.raises(ValueError, match=r"'the cat' is 2 tokens, \['the', 'cat'\], not one"):
         speaking.to_single_token("the cat")

@@ -20,7 +20,7 @@ from transformer_std.components.functions import prompt_angles, real_positions, 
 from transformer_std.components.norms import build_norm
 from transformer_std.config import TransformerConfig
 from transformer_std.generation import Generation
-from transformer_std.hook_points import HookPoint
+from transformer_std.hook_points import HookPoint, laid_out_as
 from transformer_std.hooking import Hooked
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
@@ -29,7 +29,7 @@ from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
 from transformer_std.runs import IDLE, RUN
-from transformer_std.text import Text
+from transformer_std.text import Text, checked_mask
 from transformer_std.weights import embedding_rows, linear_map
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     lm_head_output = HookPoint(Logits, "The head's output")
     logits = HookPoint(Logits, "The logits the model returns")
     next_token_probs = HookPoint(
-        NextTokenProbs, "The next-token distribution at the last position; derived, read-only", write="logits"
+        NextTokenProbs,
+        "The next-token distribution at each row's last real position; derived, read-only",
+        write="logits",
     )
 
     def __init__(
@@ -200,9 +202,9 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         """Runs the model.
 
         Args:
-            input: text, a list of texts (left-padded together), token ids [batch seq], or with `start_at_layer` the
-                stream [batch seq hidden_size] entering that block.
-            attention_mask: [batch seq], zeros for padding. A mask given wins over the tokenizer's. With a `kv_cache` it
+            input: text, a list of texts (left-padded together), token ids [batch seq], anything else that `read` takes,
+                or with `start_at_layer` the stream [batch seq hidden_size] entering that block.
+            attention_mask: [batch seq], zeros for padding. A mask given wins over the input's own. With a `kv_cache` it
                 is of the new positions, or of the ones that the cache holds and the new ones.
             position_ids: [batch seq]. Without them positions count real tokens from 0.
             kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
@@ -212,7 +214,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             start_at_layer: the first block to run.
             stop_at_layer: the first block not to run; the answer is the stream [batch seq hidden_size] that would
                 enter it. Negative numbers count from the last block.
-            last_logits_only: run the head on the last position alone, [batch 1 vocab_size].
+            last_logits_only: run the head on each row's last real position alone, [batch 1 vocab_size].
             loss_per_token: the loss of each position's next token, [batch seq-1]; NaN where one of the two is padding.
         """
         if return_type not in ("logits", "loss", "both", None):
@@ -243,7 +245,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
             stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
             if stop_at_layer is None:
-                logits = self._read_out(stream, last_logits_only, needed=return_type is not None)
+                logits = self._read_out(stream, padding, last_logits_only, needed=return_type is not None)
             if kv_cache is not None:
                 padded = padding if attention_mask is given else real_positions(given)
                 kv_cache.advance(None if padded is None else given, len(stream), seq)
@@ -258,18 +260,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     def _read_input(
         self, input: Input, attention_mask: Tensor | None, kv_cache: KVCache | None
     ) -> tuple[Tokens, Tensor | None]:
-        if not isinstance(input, Tensor):
-            tokens, own_mask = self._encode(input)
-            attention_mask = own_mask if attention_mask is None else attention_mask
-        else:
-            tokens = input
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"the input is {list(tokens.shape)} {tokens.dtype}: give text, a list of texts, or token ids "
-                "[batch seq]; a stream [batch seq hidden_size] goes with start_at_layer"
-            )
-        if tokens.numel() == 0:
-            raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
+        tokens, attention_mask = self.read(input, attention_mask)
         # In one piece, as everywhere below: rows of an expanded or unfolded tensor share memory, which a hook may edit.
         tokens = self.input_ids(tokens.to(self.input_device, torch.long).contiguous())
         self.input_size((tokens.shape[0], tokens.shape[1]))
@@ -280,9 +271,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         return tokens, self._check_mask(attention_mask, tokens.shape)
 
     def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
-        if mask is not None and not isinstance(mask, Tensor):
-            raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
-        if mask is not None and tuple(mask.shape) != tuple(size):
+        if mask is not None and tuple(checked_mask(mask).shape) != tuple(size):
             raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
         return None if mask is None else mask.to(self.input_device).contiguous()
 
@@ -361,18 +350,22 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         return stream
 
     def _read_out(
-        self, stream: Residual, last_only: bool, needed: bool
+        self, stream: Residual, padding: Tensor | None, last_only: bool, needed: bool
     ) -> Float[Tensor, "batch read vocab_size"] | None:
         """The logits; where nobody needs them, only what is watched behind the blocks."""
         head = needed or any(point.watched for point in (self.lm_head_output, self.logits, self.next_token_probs))
         if not (head or self.final_norm_output.watched):
             return None
-        normed = self.final_norm_output(self.norm(stream))
+        read = normed = self.final_norm_output(self.norm(stream))
         if not head:
             return None
-        logits = self.logits(self.lm_head_output(self.lm_head(normed[:, -1:] if last_only else normed)))
+        if last_only:  # laid out as the slice: what a head rounds to depends on its input's strides
+            last = normed[:, -1:]
+            read = last if padding is None else laid_out_as(last_positions(normed, padding), last)
+        logits = self.logits(self.lm_head_output(self.lm_head(read)))
         if self.next_token_probs.watched:
-            self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
+            last = last_positions(logits, None if last_only else padding)
+            self.next_token_probs(last[:, 0].softmax(-1, dtype=torch.float32))
         return logits
 
     def project_on_vocab(self, hidden: Float[Tensor, "*axes hidden_size"]) -> Float[Tensor, "*axes vocab_size"]:
@@ -450,6 +443,16 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     @property
     def b_U(self) -> Float[Tensor, " vocab_size"]:
         return linear_map(self, "lm_head", self.hidden_size)[1]
+
+
+def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | None) -> Float[Tensor, "batch 1 axis"]:
+    """Each row's entry at its last real position; the last position's where a row has none."""
+    seq = values.shape[1]
+    if padding is None:
+        return values[:, -1:]
+    numbers = torch.arange(1, seq + 1, device=padding.device)
+    at = ((padding[:, -seq:] * numbers).amax(-1) - 1) % seq
+    return values.gather(1, at[:, None, None].to(values.device).expand(-1, 1, values.shape[2]))
 
 
 def next_token_loss(
