@@ -14,6 +14,7 @@ from transformer_std.activation_cache import ActivationCache
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Tokens, axes
 from transformer_std.names import NamesFilter
+from transformer_std.optional import transformers_for
 
 
 class StepCaches(list[ActivationCache]):
@@ -224,9 +225,7 @@ class Generation:
         pad = ids[0] if pad is None and ids else pad or 0
         strings = None
         if stop_strings is not None:
-            from transformers import StopStringCriteria
-
-            strings = StopStringCriteria(self.tokenizer, stop_strings)  # type: ignore[attr-defined]
+            strings = transformers_for("stop_strings").StopStringCriteria(self.tokenizer, stop_strings)  # type: ignore[attr-defined]
         device = self.input_device  # type: ignore[attr-defined]
         return Stopping(torch.tensor(ids if stop_at_eos else [], dtype=torch.long, device=device), strings, pad)
 
@@ -251,8 +250,7 @@ def _processors(
     """transformers' own processors of the scores, in its order: `processors(tokens, scores)`."""
     if not do_sample and repetition_penalty is None:
         return lambda tokens, scores: scores
-    from transformers import generation
-
+    generation = transformers_for("sampling or a penalty").generation
     chosen = generation.LogitsProcessorList()
     if repetition_penalty is not None:
         padding = {} if mask is None else {"prompt_ignore_length": mask.bool().int().argmax(1)}

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from transformer_std.layouts import Tokens
+from transformer_std.optional import transformers_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,9 +28,8 @@ class Text:
         if self._tokenizer is None:
             raise ValueError("this model has no tokenizer: pass token ids, or load it with tokenizer=...")
         if isinstance(self._tokenizer, (str, Path)):
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer), trust_remote_code=False)
+            auto = transformers_for("text").AutoTokenizer
+            self._tokenizer = auto.from_pretrained(str(self._tokenizer), trust_remote_code=False)
         return self._tokenizer
 
     @tokenizer.setter
