@@ -44,8 +44,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, (converters.CheckpointError, converters.ConfigError)):
         return "\n".join(map(printable, str(error).splitlines()))
     text = printable(" ".join(str(error).split()))
-    if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
-        text = f"{text}: pip install {error.name}"
+    if isinstance(error, ModuleNotFoundError) and error.name and text.startswith("No module named"):
+        text = f"{text}: pip install {error.name.partition('.')[0]}"
     if isinstance(error, (ValueError, TypeError, OSError, ImportError)) and text:
         return text  # the others' texts are no sentences
     return f"{type(error).__name__}: {text}".removesuffix(": ")

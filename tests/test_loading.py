@@ -110,6 +110,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("family", "changes", "message"), BAD_CONFIGS, ids=[str(c[1])[:40] for c in BAD_CONFIGS])
 def test_bad_configs(family: str, changes: dict[str, Any], message: str, own_copy: Folders) -> None:
     folder = own_copy(NAMED[f"{family}-base"])
@@ -119,6 +120,7 @@ def test_bad_configs(family: str, changes: dict[str, Any], message: str, own_cop
             enter(folder)
 
 
+@pytest.mark.quick
 def test_no_config(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
     (folder / "config.json").write_text("{")
@@ -174,6 +176,7 @@ def test_nothing_may_be_left_over(base: Recipe, own_copy: Folders) -> None:
     HookedTransformer.from_pretrained(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("base", BASE_IDS)
 def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
     folder = own_copy(base)
@@ -236,6 +239,7 @@ def in_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_shards(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
@@ -298,6 +302,7 @@ def test_a_live_model_shares_its_tensors(recipe: Recipe, checkpoints: Folders) -
     assert torch.equal(model(prompt()), theirs(prompt()).logits)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_our_format_round_trips(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
