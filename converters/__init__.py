@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,15 +32,16 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def families() -> list[str]:
-    """The `model_type`s that can be loaded: the modules here that have a table of weights."""
-    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _family(name) is not None]
+    """The `model_type`s that can be loaded: the modules here that have a table of weights. Imports none of them."""
+    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _is_family(name)]
 
 
-def _family(name: str) -> ModuleType | None:
-    if not name.isidentifier() or importlib.util.find_spec(f"{__name__}.{name}") is None:
-        return None
-    module = importlib.import_module(f"{__name__}.{name}")
-    return module if hasattr(module, "WEIGHTS") else None
+def _is_family(name: str) -> bool:
+    """Whether the module's source has the line that makes its table: importing others to see what they hold would need
+    what they need."""
+    spec = importlib.util.find_spec(f"{__name__}.{name}") if name.isidentifier() else None
+    source = spec.loader.get_source(spec.name) if spec else None  # type: ignore[union-attr]
+    return source is not None and re.search(r"^WEIGHTS\b", source, re.MULTILINE) is not None
 
 
 def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
@@ -48,11 +50,11 @@ def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
         kind = config.origin.family if config.origin else None
     else:
         kind = config.get("model_type")
-    if (module := _family(str(kind))) is None:
+    if not _is_family(str(kind)):
         alike = max((name for name in families() if str(kind).startswith(name)), key=len, default=None)
         hint = f" (another architecture than {alike}, in spite of its name)" if alike else ""
         raise ConfigError(f"model_type is {kind!r}{hint}; supported are {', '.join(families())}")
-    return module
+    return importlib.import_module(f"{__name__}.{kind}")
 
 
 def read_config(source: str | Path | dict[str, Any], revision: str | None = None) -> TransformerConfig:

@@ -97,7 +97,7 @@ def test_a_cache_takes_no_other_model(checkpoints: Folders, tmp_path: Path) -> N
     cache.save(file)
     with pytest.raises(ValueError, match="another model"):
         ActivationCache.load(file, other)
-    with pytest.raises(UnknownName, match="not in this cache|no value"):
+    with pytest.raises(UnknownName, match=r"not in this cache|no value"):
         ActivationCache.load(file, load(PHI3, checkpoints, dtype=torch.bfloat16))["layer_mid", 0]
     save_file({"a": torch.ones(1)}, file)
     with pytest.raises(ValueError, match="not a cache"):

@@ -88,6 +88,7 @@ def test_repetition_penalty_when_greedy(checkpoints: Folders) -> None:
     assert torch.equal(ours, theirs(reference, prompt(), repetition_penalty=1.5))
 
 
+@pytest.mark.quick
 def test_end_tokens(own_copy: Folders) -> None:
     """From the checkpoint's generation config, a list too; a finished row is padded, and all finished ends it."""
     whole = torch.ones_like(prompt())  # the pad id in it is a token
@@ -117,6 +118,7 @@ def test_batched_rows_write_what_they_write_alone(model: HookedTransformer) -> N
 # -- text --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_text_in_text_out(tmp_path: Path) -> None:
     make_checkpoint("phi3", tmp_path)
     model = HookedTransformer.from_pretrained(tmp_path)
@@ -241,6 +243,7 @@ def test_a_cached_forward_has_gradients(model: HookedTransformer) -> None:
 # -- hooks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_hooks_run_on_every_step(model: HookedTransformer) -> None:
     seen: list[tuple[int, str, int]] = []
 

@@ -18,6 +18,8 @@ from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.lens_names import HEADS_BEHIND, NAMES
 from transformer_std.printing import printout
 
+pytestmark = pytest.mark.quick
+
 Folders = Callable[[Recipe], Path]
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])

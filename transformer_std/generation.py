@@ -16,9 +16,10 @@ from transformer_std.generation_settings import Processors, ids_of, processors, 
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Tokens, axes
 from transformer_std.names import NamesFilter
+from transformer_std.optional import transformers_for
 from transformer_std.padded import PaddedTokens
 from transformer_std.runs import at_step
-from transformer_std.text import Form, form_of, transformers_for
+from transformer_std.text import Form, form_of
 
 REASONS = ("length", "eos", "stop_string")
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_std.config import Origin
-from transformer_std.text import transformers_for
+from transformer_std.optional import transformers_for
 
 Processors = Callable[[Tensor, Tensor], Tensor]  # of tokens [batch seq] and scores [batch vocab_size]
 

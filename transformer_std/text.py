@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from transformer_std.layouts import Tokens
+from transformer_std.optional import transformers_for
 from transformer_std.padded import PaddedTokens
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Text:
         if self._tokenizer is None:
             raise NoTokenizer("this model has no tokenizer: pass token ids, or load it with tokenizer=...")
         if isinstance(self._tokenizer, (str, Path)):
-            tokenizers = transformers_for("a tokenizer").AutoTokenizer
+            tokenizers = transformers_for("text").AutoTokenizer
             self._tokenizer = tokenizers.from_pretrained(str(self._tokenizer), trust_remote_code=False)
         return self._tokenizer
 
@@ -173,15 +174,6 @@ class Text:
 
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole character
-
-
-def transformers_for(what: str) -> Any:
-    """transformers, or an `ImportError` that says what needs it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"{what} needs transformers, and it is not installed: pip install transformers") from error
-    return transformers
 
 
 def form_of(input: Any) -> Form:
