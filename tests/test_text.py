@@ -326,9 +326,9 @@ def test_a_model_without_a_tokenizer_says_so(checkpoints: Any) -> None:
 def test_a_propertys_own_error_is_told(checkpoints: Any) -> None:
     """torch says of any property that fails with an AttributeError that the module does not have it."""
     model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
-    model.layers[0].self_attn.o = torch.nn.Identity()
-    with pytest.raises(AttributeError, match="'Identity' object has no attribute 'bias'"):
-        _ = model.layers[0].self_attn.b_O
+    model.layers[0].mlp.cfg = None
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'intermediate_size'"):
+        _ = model.layers[0].mlp.intermediate_size
     model.tokenizer = "somewhere"
     assert model.has_tokenizer
     with pytest.raises(AttributeError, match="'HookedTransformer' object has no attribute 'nothing'"):
