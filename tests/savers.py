@@ -162,5 +162,5 @@ if __name__ == "__main__":
     task, kind, tries, target, *sources = sys.argv[1:]
     loaded = [HookedTransformer.from_pretrained(source) for source in sources]
     writer, place = {"save": save, "export": export}[kind], Path(target)
-    writer(loaded[0], place)  # imports what a save imports, once
+    writer(loaded[0], place.parent / "first")  # imports what a save imports, once
     {"kill": kill, "race": race}[task](writer, place, loaded, int(tries))

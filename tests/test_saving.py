@@ -143,7 +143,7 @@ def test_a_full_disk_changes_nothing(
     else:
         (tmp_path / "there").mkdir()
     before = contents(tmp_path)
-    for size in (0, 100, 10_000, 50_000):
+    for size in (0, 1000, 50_000):
         for folder in ("there", "new"):
             with files_no_larger_than(size), pytest.raises(Exception, match="File too large"):
                 write(models[1], tmp_path / folder)
@@ -171,8 +171,8 @@ def test_a_full_disk_changes_nothing(
                 break
         after = HookedTransformer.from_pretrained(tmp_path / "there") if over else None
         assert after is None or same(after, models[0]) or same(after, models[1])
-        assert over or (contents(tmp_path) == before) or same(load(tmp_path / "there"), models[1])
         if not over and contents(tmp_path) != before:  # all was moved already
+            assert same(load(tmp_path / "there"), models[1])
             shutil.rmtree(tmp_path / "there")
             (tmp_path / "there").mkdir()
         assert not [each for each in tmp_path.rglob("*") if each.name.startswith(".")]
@@ -265,6 +265,117 @@ def test_where_locks_do_not_work_a_second_saver_is_refused(
     assert (room / "half").exists()
     shutil.rmtree(room)
     write(models[0], tmp_path / "second")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_a_save_inside_a_save_is_refused(
+    models: list[HookedTransformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal's handler would do it, which would wait for ever for what it interrupts."""
+    write_json = saving.write_json
+
+    def handler(file: Path, values: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"this thread is saving into .*out already"):
+            models[1].save_pretrained(tmp_path / "out")
+        write_json(file, values)
+
+    monkeypatch.setattr(saving, "write_json", handler)
+    models[0].save_pretrained(tmp_path / "out")
+    assert same(load(tmp_path / "out"), models[0])
+
+
+def test_a_reader_takes_header_and_tensors_of_one_file(
+    models: list[HookedTransformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors opens a file for each; another one may have come to its place in between."""
+    import converters.checkpoint
+
+    models[0].save_pretrained(tmp_path)
+    done = []
+
+    def opened(file: Path, framework: str) -> Any:
+        if done:
+            return safe_open(file, framework=framework)
+        done.append(file)
+        first = safe_open(file, framework=framework)
+        models[1].save_pretrained(tmp_path)
+        return first
+
+    monkeypatch.setattr(converters.checkpoint, "safe_open", opened)
+    found = load(tmp_path)
+    assert done
+    assert same(found, models[1])
+    assert found.tokenizer.eos_token == "<end1>"
+
+
+# -- our own format ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_saved_model_has_the_bits_of_the_one_in_memory(
+    recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path
+) -> None:
+    model = copy.deepcopy(HookedTransformer.from_pretrained(checkpoints(recipe), dtype=dtype))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(prompt()), model(prompt()))
+
+
+def test_our_file_is_one_that_safetensors_reads(models: list[HookedTransformer], tmp_path: Path) -> None:
+    models[0].save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    state = models[0].state_dict()
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], state[name]) for name in state)
+
+
+def test_the_header_of_the_weights_says_the_config(models: list[HookedTransformer], tmp_path: Path) -> None:
+    models[0].save_pretrained(tmp_path)
+    models[1].save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other/transformer_std.json", tmp_path)
+    assert same(load(tmp_path), models[0])
+    (tmp_path / "transformer_std.json").unlink()
+    assert converters.read_config(tmp_path) == load(tmp_path).config == models[0].config
+    assert same(load(tmp_path / "model.safetensors"), models[0])
+
+
+def as_older_versions_saved(model: HookedTransformer, tokenizer: Path | None, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(dict(model.state_dict()), folder / "model.safetensors", {"format": "pt"})
+    config = json.dumps(model.config.to_dict(), indent=2) + "\n"
+    (folder / "transformer_std.json").write_text(config, encoding="utf-8")
+    if tokenizer is not None:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tokenizer / file, folder)
+
+
+def test_what_older_versions_saved_is_read_and_replaced(
+    models: list[HookedTransformer], pair: list[Path], tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    as_older_versions_saved(models[0], pair[0], old)
+    found = load(old)
+    assert same(found, models[0])
+    found.save_pretrained(old)  # over itself, its tokenizer not read yet
+    assert found.tokenizer.eos_token == load(old).tokenizer.eos_token == "<end0>"
+    assert not (old / "tokenizer.json").exists()
+    shutil.rmtree(old)
+    as_older_versions_saved(models[0], pair[0], old)
+    models[1].tokenizer = None
+    models[1].save_pretrained(old)
+    assert same(load(old), models[1])
+    assert load(old)._tokenizer is None
+
+
+def test_an_earlier_tokenizer_does_not_stay(models: list[HookedTransformer], tmp_path: Path) -> None:
+    bare = HookedTransformer(models[0].config)
+    (tmp_path / "notes.txt").write_text("mine")
+    models[0].save_pretrained(tmp_path)
+    assert load(tmp_path).tokenizer.eos_token == "<end0>"
+    models[1].save_pretrained(tmp_path)
+    assert load(tmp_path).tokenizer.eos_token == "<end1>"
+    bare.save_pretrained(tmp_path)
+    assert load(tmp_path)._tokenizer is None
     assert sorted(contents(tmp_path)) == ["model.safetensors", "notes.txt", "transformer_std.json"]
     make_tokenizer(tmp_path, eos_token="<own>")  # put there by hand
     assert load(tmp_path).tokenizer.eos_token == "<own>"
@@ -290,7 +401,7 @@ def test_a_header_names_no_folder_elsewhere(models: list[HookedTransformer], pai
     assert same(load(tmp_path), models[0])
     assert load(tmp_path)._tokenizer is None
     save_file(dict(models[0].state_dict()), tmp_path / "model.safetensors", {"transformer_std": "[]"})
-    with pytest.raises(converters.ConfigError, match="the header of .* is not a config that save_pretrained wrote"):
+    with pytest.raises(converters.ConfigError, match=r"the header of .* is not a config that save_pretrained wrote"):
         load(tmp_path)
 
 
@@ -361,7 +472,7 @@ def pruned(model: HookedTransformer) -> None:
 
 
 def compiled(model: HookedTransformer) -> None:
-    model.layers[0] = torch.compile(model.layers[0])
+    model.layers[0] = nn.ModuleDict({"_orig_mod": model.layers[0]})  # as torch.compile(model.layers[0]) is named
 
 
 def with_a_buffer(model: HookedTransformer) -> None:
@@ -454,10 +565,8 @@ def test_blocks_that_share_a_weight_are_written_both(checkpoints: Folders, tmp_p
         logits = model(prompt())
         assert torch.equal(load(tmp_path / base.id / "own")(prompt()), logits)
         assert same(load(tmp_path / base.id / "release"), model)
-        theirs = load_reference(tmp_path / base.id / "release")
-        assert torch.equal(theirs.model.layers[1].self_attn.o_proj.weight, model.layers[0].self_attn.o.weight) or (
-            torch.equal(theirs.model.layers[1].self_attn.dense.weight, model.layers[0].self_attn.o.weight)
-        )
+        theirs = load_reference(tmp_path / base.id / "release", attn="sdpa")
+        assert torch.equal(theirs(prompt()).logits, load(tmp_path / base.id / "release")(prompt()))
 
 
 # -- text files --------------------------------------------------------------------------------------------------
