@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.checkpoint import MERGE, Checkpoint, CheckpointError, LiveTensors, read_json
+from converters.checkpoint import MERGE, Checkpoint, CheckpointError, LiveTensors, parse_json, read_json
 from converters.fill import check_counts, fill, own_rules
 from converters.hf_config import DTYPES, ConfigError, ConfigReader, check, check_depth
 from converters.hub import ADAPTER, OUR_CONFIG, download
+from transformer_std import saving
 from transformer_std.config import Origin, TransformerConfig
 from transformer_std.model import HookedTransformer
 
@@ -30,15 +32,16 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def families() -> list[str]:
-    """The `model_type`s that can be loaded: the modules here that have a table of weights."""
-    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _family(name) is not None]
+    """The `model_type`s that can be loaded: the modules here that have a table of weights. Imports none of them."""
+    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _is_family(name)]
 
 
-def _family(name: str) -> ModuleType | None:
-    if not name.isidentifier() or importlib.util.find_spec(f"{__name__}.{name}") is None:
-        return None
-    module = importlib.import_module(f"{__name__}.{name}")
-    return module if hasattr(module, "WEIGHTS") else None
+def _is_family(name: str) -> bool:
+    """Whether the module's source has the line that makes its table: importing others to see what they hold would need
+    what they need."""
+    spec = importlib.util.find_spec(f"{__name__}.{name}") if name.isidentifier() else None
+    source = spec.loader.get_source(spec.name) if spec else None  # type: ignore[union-attr]
+    return source is not None and re.search(r"^WEIGHTS\b", source, re.MULTILINE) is not None
 
 
 def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
@@ -47,11 +50,11 @@ def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
         kind = config.origin.family if config.origin else None
     else:
         kind = config.get("model_type")
-    if (module := _family(str(kind))) is None:
+    if not _is_family(str(kind)):
         alike = max((name for name in families() if str(kind).startswith(name)), key=len, default=None)
         hint = f" (another architecture than {alike}, in spite of its name)" if alike else ""
         raise ConfigError(f"model_type is {kind!r}{hint}; supported are {', '.join(families())}")
-    return module
+    return importlib.import_module(f"{__name__}.{kind}")
 
 
 def read_config(source: str | Path | dict[str, Any], revision: str | None = None) -> TransformerConfig:
@@ -68,13 +71,8 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
     folder = _folder(source) or download(str(source), revision, weights=False)
-    if (folder / OUR_CONFIG).exists():
-        try:
-            return check(TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG)))
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
+    if (own := _own_config(folder, saving.read_header(folder / saving.WEIGHTS))) is not None:
+        return own
     if (folder / ADAPTER).exists():
         base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise CheckpointError(f"{folder} holds an adapter of {base} ({ADAPTER}): {MERGE}")
@@ -83,6 +81,22 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     config = _convert_config(_read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
     return _with_generation(config, _read_json(generation)) if generation.exists() else config
+
+
+def _own_config(folder: Path, header: dict[str, str]) -> TransformerConfig | None:
+    """The config of a checkpoint in our own format, None of another. The header of the weights wins: it is of the same
+    save as they are, whoever saves meanwhile."""
+    file, written = folder / OUR_CONFIG, header.get(saving.CONFIG_KEY)
+    if written is None and not file.exists():
+        return None
+    where = str(file) if written is None else f"the header of {folder / saving.WEIGHTS}"
+    values = _read_json(file) if written is None else parse_json(written, where, ConfigError)
+    try:
+        return check(TransformerConfig.from_dict(values))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where} is not a config that save_pretrained wrote: {error}") from error
 
 
 def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
@@ -157,8 +171,10 @@ def load(
     else:
         folder = folder_of(source, revision)
         config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
-        rules = own_rules(tensors) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
-        tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)
+        own = _own_config(folder, tensors.header)
+        config = own or config
+        rules = own_rules(tensors) if own else family_of(config).WEIGHTS
+        tokenizer = tokenizer or saving.find_tokenizer(tensors.header, folder)
     if dtype is None and config.dtype is not None:
         dtype = DTYPES[config.dtype]
     check_counts(config, tensors, rules)

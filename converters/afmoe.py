@@ -172,4 +172,5 @@ def config(hf: ConfigReader) -> TransformerConfig:
         norm=norm,
         embedding_multiplier=hidden_size**0.5 if hf.flag("mup_enabled", False) else None,
         tied_head=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.initializer_range(),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,24 @@ class CheckpointError(ValueError):
 def read_json(path: Path, error: type[ValueError] = CheckpointError) -> Any:
     """What a JSON file holds. Raises `error` where it is not JSON, or nested deeper than anything we read."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as wrong:
         raise error(f"{path} cannot be read: {wrong}") from None
-    except RecursionError:
-        raise error(f"{path} is nested too deep to be read") from None
-    except ValueError as wrong:
+    except UnicodeDecodeError as wrong:
         raise error(f"{path} is not JSON: {wrong}") from None
+    return parse_json(text, str(path), error)
+
+
+def parse_json(text: str, where: str, error: type[ValueError] = CheckpointError) -> Any:
+    """The same of a text that stands at `where`."""
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise error(f"{where} is nested too deep to be read") from None
+    except ValueError as wrong:
+        raise error(f"{where} is not JSON: {wrong}") from None
     if too_deep(values):
-        raise error(f"{path} is nested deeper than {DEEPEST} levels")
+        raise error(f"{where} is nested deeper than {DEEPEST} levels")
     return values
 
 
@@ -68,7 +78,7 @@ class Checkpoint:
         files = [path.name] if alone else self._weight_files()
         for file in files:
             try:
-                self._files[file] = safe_open(folder / file, framework="pt")
+                self._files[file] = _open(folder / file)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{folder / file} is not a whole safetensors file: {error}") from None
             names = self._files[file].keys()
@@ -107,6 +117,11 @@ class Checkpoint:
         if lost := sorted(set(weight_map(index)) - set(self._where)):
             raise CheckpointError(f"{index} lists tensors that no shard holds: {', '.join(lost[:5])}")
 
+    @property
+    def header(self) -> dict[str, str]:
+        """The metadata of the file; empty where there are shards."""
+        return next(iter(self._files.values())).metadata() or {} if len(self._files) == 1 else {}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -123,6 +138,14 @@ class Checkpoint:
 
     def origin(self, name: str) -> str:
         return str(self.folder / self._where[name])
+
+
+def _open(file: Path) -> Any:
+    """safetensors opens a file twice, for its header and for its tensors: the same one, though it is saved over."""
+    while True:
+        before, opened, after = os.stat(file), safe_open(file, framework="pt"), os.stat(file)
+        if (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
+            return opened
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -98,6 +98,10 @@ class ConfigReader:
             raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} needs a number")
         return float(value)
 
+    def initializer_range(self) -> float:
+        """The standard deviation of a fresh model's matrices; none is transformers' own 0.02, as there."""
+        return self.number("initializer_range", 0.02) or 0.02
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):

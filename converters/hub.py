@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from converters.checkpoint import INDEX, WHOLE, CheckpointError, weight_map
+from transformer_std.saving import CONFIG as OUR_CONFIG
+from transformer_std.saving import TOKENIZER_FILES
 
-OUR_CONFIG, ADAPTER = "transformer_std.json", "adapter_config.json"
+ADAPTER = "adapter_config.json"
 CONFIGS = ["config.json", OUR_CONFIG, ADAPTER]
-EXTRA = [
-    "generation_config.json",
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-]  # fmt: skip
+EXTRA = ["generation_config.json", *TOKENIZER_FILES, "tokenizer-*/*"]  # the last is where our own format has it
 
 
 def download(repo: str, revision: str | None = None, *, weights: bool = True) -> Path:

@@ -104,5 +104,6 @@ def config(hf: ConfigReader) -> TransformerConfig:
         layers=(Layer("parallel", norm, attention, mlp),) * hf.whole("num_hidden_layers", 24),
         norm=norm,
         tied_head=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.initializer_range(),
         head_bias=True,
     )

@@ -115,6 +115,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
         layers=(Layer("sequential", norm, attention, mixture),) * hf.whole("num_hidden_layers", 32),
         norm=norm,
         tied_head=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.initializer_range(),
         head_bias=hf.flag("lm_head_bias", False),
     )
 

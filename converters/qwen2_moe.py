@@ -139,6 +139,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
         layers=layers,
         norm=norm,
         tied_head=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.initializer_range(),
     )
 
 

@@ -21,6 +21,7 @@ from converters.hf_config import MOST_OF_ANYTHING, is_whole
 from converters.reference import Reference, Run
 from converters.rules import Rule
 from transformer_std import HookedTransformer, TransformerConfig
+from transformer_std.optional import transformers_for
 
 PROMPTS = ("The Eiffel Tower is in the city of", "def add(a, b):\n    return a +")
 OPEN_ONLY = {"attention_scores", "attention_probabilities"}
@@ -177,10 +178,9 @@ def _exported(model: HookedTransformer) -> Iterator[Path]:
 
 
 def _load_theirs(folder: Path, dtype: torch.dtype | str, attn_implementation: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    transformers = transformers_for("the comparison")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
         ).eval()
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:

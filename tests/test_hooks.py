@@ -17,6 +17,8 @@ from tests.tiny import BASES, LENGTH, Recipe, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.hook_points import HookPoint
 
+pytestmark = pytest.mark.quick
+
 PHI, PHI3 = BASES[0], next(recipe for recipe in BASES if recipe.family == "phi3")
 
 

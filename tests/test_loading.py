@@ -114,6 +114,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("family", "changes", "message"), BAD_CONFIGS, ids=[str(c[1])[:40] for c in BAD_CONFIGS])
 def test_bad_configs(family: str, changes: dict[str, Any], message: str, own_copy: Folders) -> None:
     folder = own_copy(NAMED[f"{family}-base"])
@@ -293,6 +294,7 @@ def test_special_tokens_are_tokens(file: str, key: str, own_copy: Folders) -> No
         assert {"config": origin.config, "generation_config": origin.generation}[file][key] == right
 
 
+@pytest.mark.quick
 def test_no_config(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
     (folder / "config.json").write_text("{")
@@ -348,6 +350,7 @@ def test_nothing_may_be_left_over(base: Recipe, own_copy: Folders) -> None:
     HookedTransformer.from_pretrained(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("base", BASE_IDS)
 def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
     folder = own_copy(base)
@@ -427,6 +430,7 @@ def in_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_shards(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
@@ -584,6 +588,7 @@ def test_a_live_model_with_an_adapter_is_refused(checkpoints: Folders) -> None:
             HookedTransformer.from_pretrained(theirs)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_our_format_round_trips(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:

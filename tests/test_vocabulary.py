@@ -18,6 +18,8 @@ from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.lens_names import HEADS_BEHIND, NAMES
 from transformer_std.printing import printout
 
+pytestmark = pytest.mark.quick
+
 Folders = Callable[[Recipe], Path]
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])
@@ -197,7 +199,7 @@ def test_heads_sum_to_the_attention(model: HookedTransformer, cache: Any) -> Non
     if attention.post_norm is not None:
         from transformer_std.decomposition import frozen
 
-        bias = frozen(attention.post_norm, bias, cache["attention_unnormed_output", 1])
+        bias = frozen(attention.post_norm, bias, cache["attention_unnormed_output", 1], "post_norm")
         raw = cache.stack_head_results(2, post_norm=False)[model.num_heads :].sum(0) + attention.b_O
         torch.testing.assert_close(raw, cache["attention_unnormed_output", 1])
     torch.testing.assert_close(heads + bias[0], cache["attention_output", 1])
@@ -242,6 +244,75 @@ def test_lenses(model: HookedTransformer, cache: Any) -> None:
     torch.testing.assert_close(block, parts @ model.W_U, atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_all_blocks_have_three_names(model: HookedTransformer, cache: Any) -> None:
+    """As in TransformerLens, None, -1 and the number of blocks are the stream that leaves the last."""
+    count = model.num_layers
+    whole, tokens = cache["layer_output", -1], torch.tensor([3, 7])
+    for layer in (None, -1, count):
+        parts, labels = cache.decompose_resid(layer, return_labels=True)
+        assert labels == ["embed", *[f"{i}_{part}_out" for i in range(count) for part in ("attn", "mlp")]]
+        torch.testing.assert_close(parts.sum(0), whole)
+        streams, labels = cache.accumulated_resid(layer, return_labels=True)
+        assert labels == [*[f"{i}_pre" for i in range(count)], "final_post"]
+        assert torch.equal(streams[-1], whole)
+        heads, labels = cache.stack_head_results(layer, incl_remainder=True, return_labels=True)
+        assert labels[-2:] == [f"L{count - 1}H{model.num_heads - 1}", "remainder"]
+        torch.testing.assert_close(heads.sum(0), whole)
+        assert torch.equal(cache.logit_lens(layer)[-1], cache["logits"])
+        assert len(cache.logit_lens_frozen(layer)) == count + 1
+        normed = cache.apply_ln_to_stack(whole[None], layer)[0]
+        bias = getattr(model.norm, "bias", None)
+        expected = cache["final_norm_output"] - (0 if bias is None else bias)
+        torch.testing.assert_close(normed, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(cache.decompose_resid(layer, apply_ln=True), cache.apply_ln_to_stack(parts, layer))
+        assert cache.logit_attrs(cache.decompose_resid(layer), tokens).shape == (1 + 2 * count, 2, LENGTH)
+    assert cache.accumulated_resid(count - 1, return_labels=True)[1][-1] == f"{count - 1}_pre"
+    for layer in (-2, count + 1):
+        with pytest.raises(UnknownName, match=rf"layer {layer} is out of range: give 0 to {count - 1}"):
+            cache.accumulated_resid(layer)
+    with pytest.raises((UnknownName, Unavailable)):
+        cache.decompose_resid(mlp_input=True)
+
+
+def test_analysis_brings_no_graph_of_its_own(model: HookedTransformer) -> None:
+    """With gradients on, as in a notebook: the parameters are in no graph of a cache that was detached."""
+    logits, cache = model.run_with_cache(prompt())
+    assert logits.requires_grad
+
+    def results(of: Any) -> list[Tensor]:
+        parts = of.decompose_resid()
+        return [
+            of.logit_lens(),
+            of.logit_lens_frozen(),
+            of.logit_attrs(parts, 3, 5),
+            parts,
+            of.decompose_resid(1, apply_ln=True),
+            of.accumulated_resid(apply_ln=True),
+            of.stack_head_results(apply_ln=True),
+            of.apply_ln_to_stack(parts),
+        ]
+
+    for each in [*results(cache), model.bias_logits]:
+        each.numpy()
+    assert not any(each.requires_grad for each in results(cache))
+    assert model.project_on_vocab(cache["layer_output", 1]).requires_grad
+    assert not any(each.requires_grad for each in results(cache.slice(batch=0)))
+    _, kept = model.run_with_cache(prompt(), keep_graph=True)
+    assert all(each.requires_grad for each in results(kept))
+    for each, plain in zip(results(kept), results(cache), strict=True):
+        torch.testing.assert_close(each, plain)
+    lens = kept.logit_lens()[0, 0, -1, 3]
+    gradient, head = torch.autograd.grad(lens, [kept["layer_input", 0], model.lm_head.weight])
+    assert float(gradient[0, -1].abs().sum()) > 0
+    assert float(head[3].abs().sum()) > 0
+    stack = cache.decompose_resid().requires_grad_()  # a stack of one's own
+    assert cache.logit_attrs(stack, 3).requires_grad
+    with torch.inference_mode():
+        _, inferred = model.run_with_cache(prompt())
+    assert torch.equal(inferred.logit_lens(), cache.logit_lens())
+
+
 def test_decompositions_say_what_they_lack(model: HookedTransformer) -> None:
     _, cache = model.run_with_cache(prompt(), names_filter="layer_input")
     with pytest.raises(UnknownName, match="attention_output is not in this cache: names_filter left it out"):
@@ -282,14 +353,35 @@ def test_tokens_and_text(speaking: HookedTransformer) -> None:
     tokens = speaking.to_tokens(text)
     assert speaking.to_string(tokens[0]) == text
     assert speaking.to_string(tokens) == [text]
-    assert speaking.to_str_tokens(text) == text.split()
-    assert speaking.to_str_tokens(tokens) == text.split()
+    assert speaking.to_str_tokens(text) == ["the", " cat", " sat", " on", " the", " red", " mat"]
+    assert speaking.to_str_tokens(tokens) == speaking.to_str_tokens(text)
     assert speaking.to_single_token("cat") == int(tokens[0, 1])
     with pytest.raises(ValueError, match=r"'the cat' is 2 tokens, \['the', 'cat'\], not one"):
         speaking.to_single_token("the cat")
 
 
 # -- interventions -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_experts_are_counted_over_real_tokens_or_not_at_all(model: HookedTransformer, cache: Any) -> None:
+    if model.support(-1)["router_logits"] is not None:
+        return
+    indices, count = cache["expert_indices", 1], model.layers[1].mlp.num_experts
+    for part, kept in (
+        (cache.slice(batch=0), indices[0][MASK[0].bool()]),
+        (cache.slice(position=-1), indices[:, -1]),
+        (cache.slice(position=slice(2, 6)), indices[:, 2:6][MASK[:, 2:6].bool()]),
+        (cache.slice(batch=0, position=1), indices[:0]),
+        (cache.slice(batch=0, position=-1), indices[0, -1]),
+    ):
+        assert part.expert_counts(1).tolist() == [int((kept == expert).sum()) for expert in range(count)]
+        assert part.routing_entropy(1).shape == (kept.numel() // indices.shape[-1],)
+    wanted = ["expert_indices", "router_scores" if model.layers[1].mlp.scoring != "sparsemixer" else "router_logits"]
+    _, without = model.run_with_cache(prompt(), names_filter=wanted, attention_mask=MASK)
+    for reading in (without.expert_counts, without.routing_entropy):
+        with pytest.raises(UnknownName, match="attention_mask, which says which are, is not in this cache: name it in"):
+            reading(1)
 
 
 @torch.no_grad()
@@ -401,6 +493,34 @@ def test_slices(model: HookedTransformer, cache: Any) -> None:
     )
     with pytest.raises(ValueError, match="no batch axis any more"):
         model.run_with_cache(prompt()[:1], remove_batch_dim=True)[1].slice(batch=0)
+
+
+def test_gradients_stack_as_values_do(model: HookedTransformer) -> None:
+    names = ["attention_premix", "attention_queries", "layer_output"]
+    _, cache = model.run_with_cache(prompt(), names_filter=names, incl_bwd=True, return_type="loss")
+    for name in names:
+        stacked = cache.stack(f"{name}_grad")
+        assert torch.equal(stacked, torch.stack([cache[f"{name}_grad", i] for i in range(model.num_layers)]))
+        assert stacked.shape == cache.stack(name).shape
+    assert torch.equal(cache.stack("resid_post_grad"), cache.stack("layer_output_grad"))
+    queries = cache.stack("rot_q_grad")
+    assert torch.equal(queries, cache.stack("attention_queries_grad").transpose(2, 3))
+    with pytest.raises(UnknownName, match="run with incl_bwd=True"):
+        model.run_with_cache(prompt(), names_filter=names)[1].stack("attention_premix_grad")
+
+
+def test_a_miss_names_the_closest_once(model: HookedTransformer) -> None:
+    for wrong, close in (
+        ("resid_pots", "did you mean resid_post, "),
+        ("attention_maks", "did you mean attention_mask, "),
+        ("blocks.1.attn.hook_patern", "did you mean blocks.1.attn.hook_pattern, "),
+        ("ln_final.hook_normalised", "did you mean ln_final.hook_normalized"),
+        ("layers.1.mlp.mlp_outptu", "did you mean layers.1.mlp.mlp_output, "),
+    ):
+        with pytest.raises(UnknownName, match=close) as caught:
+            model.run_with_cache(prompt(), names_filter=wrong)
+        named = str(caught.value).partition("did you mean ")[2].rstrip("?").split(", ")
+        assert len(named) == len(set(named))
 
 
 def test_attribution_patching_through_a_cache(model: HookedTransformer) -> None:

@@ -139,7 +139,8 @@ class TransformerConfig:
     """A decoder-only transformer.
 
     `intermediate_size` is the release's headline number; each block's own is in its entry. `max_length` is the context
-    in tokens; nothing that is built grows with it. The embedding of `padding_id` gets no gradient.
+    in tokens; nothing that is built grows with it. The embedding of `padding_id` gets no gradient. A fresh model's
+    matrices are noise of the standard deviation `initializer_range`.
     """
 
     vocab_size: int
@@ -153,6 +154,7 @@ class TransformerConfig:
     head_bias: bool = False
     padding_id: int | None = None
     dtype: str | None = None
+    initializer_range: float = 0.02
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -170,12 +172,12 @@ class TransformerConfig:
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """`value` from JSON as the annotated type `kind`: dataclasses are told apart by their fields."""
+    """`value` from JSON as the annotated type `kind`: of several dataclasses, the one whose fields it has."""
     if value is None:
         return None
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(kind) if option is not type(None)]
-        return _build(next((option for option in options if _fits(option, value)), options[0]), value)
+        return _build(max(options, key=lambda option: _in_common(option, value)), value)
     if typing.get_origin(kind) is tuple:
         return tuple(_build(typing.get_args(kind)[0], item) for item in value)
     if dataclasses.is_dataclass(kind):
@@ -184,9 +186,8 @@ def _build(kind: Any, value: Any) -> Any:
     return value
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    return (
-        dataclasses.is_dataclass(kind)
-        and isinstance(value, dict)
-        and ({each.name for each in dataclasses.fields(kind)} == set(value))
-    )
+def _in_common(kind: Any, value: Any) -> int:
+    """How many of `kind`'s fields `value` has: a file that was written before a field was there lacks it."""
+    if not dataclasses.is_dataclass(kind) or not isinstance(value, dict):
+        return 0
+    return sum(each.name in value for each in dataclasses.fields(kind))

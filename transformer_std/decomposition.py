@@ -5,6 +5,7 @@ The names are those of TransformerLens' ActivationCache; here the parts sum to t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,11 @@ import torch
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from transformer_std.components.norms import RMSNorm
+from transformer_std.modules import LayerNorm
+from transformer_std.names import UnknownName
+from transformer_std.weights import computes_as, linear_map, own_weight
 
 if TYPE_CHECKING:
     from transformer_std.model import HookedTransformer
@@ -32,7 +38,7 @@ class Decomposition:
     def decompose_resid(
         self, layer: int | None = None, *, mlp_input: bool = False, apply_ln: bool = False, return_labels: bool = False
     ) -> Labelled:
-        """The contributions that sum to the stream entering block `layer` (None: leaving the last), or with
+        """The contributions that sum to the stream entering block `layer` (None or -1: leaving the last), or with
         `mlp_input` to that block's `layer_mid`: the embedding, then every block's attention and MLP.
 
         On a sandwich block the contributions are the post-norms' outputs. `apply_ln` sends each through the norm that
@@ -41,7 +47,7 @@ class Decomposition:
         Returns:
             [component batch seq hidden_size], and with `return_labels` the labels: `embed`, `0_attn_out`, ...
         """
-        at = self._layer(layer)
+        at = self._blocks_before(layer)
         parts, labels = [self["layer_input", 0]], ["embed"]
         for i in range(at):
             parts += [self["attention_output", i], self["mlp_output", i]]
@@ -50,26 +56,25 @@ class Decomposition:
             self.model.names.at("layer_mid", at)  # where there is none, its reason
             parts.append(self["attention_output", at])
             labels.append(f"{at}_attn_out")
-        return self._answer(torch.stack(parts), labels, layer, mlp_input, apply_ln, return_labels)
+        return self._answer(torch.stack(parts), labels, at, mlp_input, apply_ln, return_labels)
 
     def accumulated_resid(
         self, layer: int | None = None, *, incl_mid: bool = False, apply_ln: bool = False, return_labels: bool = False
     ) -> Labelled:
-        """The stream entering each block up to `layer` (None: and leaving the last), with `incl_mid` between its
+        """The stream entering each block up to `layer` (None or -1: and leaving the last), with `incl_mid` between its
         sublayers too, [component batch seq hidden_size]. `apply_ln`: through the norm that reads the last of them,
         with its frozen scale."""
-        at = self._layer(layer)
+        at = self._blocks_before(layer)
         parts, labels = [], []
-        for i in range(at + (layer is not None)):
+        for i in range(at):
             parts.append(self["layer_input", i])
             labels.append(f"{i}_pre")
-            if incl_mid and i < at:
+            if incl_mid:
                 parts.append(self["layer_mid", i])
                 labels.append(f"{i}_mid")
-        if layer is None:
-            parts.append(self["layer_output", at - 1])
-            labels.append("final_post")
-        return self._answer(torch.stack(parts), labels, layer, False, apply_ln, return_labels)
+        parts.append(self._stream(at, False))
+        labels.append("final_post" if at == self.model.num_layers else f"{at}_pre")
+        return self._answer(torch.stack(parts), labels, at, False, apply_ln, return_labels)
 
     def stack_head_results(
         self,
@@ -80,35 +85,38 @@ class Decomposition:
         apply_ln: bool = False,
         return_labels: bool = False,
     ) -> Labelled:
-        """Each head's contribution in the blocks before `layer`, [component batch seq hidden_size].
+        """Each head's contribution in the blocks before `layer` (None or -1: in all), [component batch seq
+        hidden_size].
 
         On a sandwich block it goes through the post-norm with its frozen scale, so that the heads and the projection's
         bias sum to `attention_output`; without `post_norm` it is what enters that norm. `incl_remainder` adds what the
         heads leave of the stream.
         """
-        at = self._layer(layer)
+        at = self._blocks_before(layer)
         parts, labels = [], []
         for i in range(at):
             heads = rearrange(self["attention_result", i], "... head hidden -> head ... hidden")
             norm = self.model.layers[i].self_attn.post_norm
             if norm is not None and post_norm:
-                heads = frozen(norm, heads, self["attention_unnormed_output", i])
+                where = f"layers.{i}.self_attn.post_norm"
+                heads = frozen(norm, heads, self["attention_unnormed_output", i], where)
             parts.append(heads)
             labels += [f"L{i}H{head}" for head in range(len(heads))]
         stack = torch.cat(parts) if parts else self["layer_input", 0].new_zeros(0, *self["layer_input", 0].shape)
         if incl_remainder:
-            stack = torch.cat((stack, (self._stream(layer, False) - stack.sum(0))[None]))
+            stack = torch.cat((stack, (self._stream(at, False) - stack.sum(0))[None]))
             labels.append("remainder")
-        return self._answer(stack, labels, layer, False, apply_ln, return_labels)
+        return self._answer(stack, labels, at, False, apply_ln, return_labels)
 
     def apply_ln_to_stack(self, stack: Stack, layer: int | None = None, *, mlp_input: bool = False) -> Stack:
         """Each part of a stream through the norm that reads it, with the scale, and for a LayerNorm the centring, of
-        the whole: block `layer`'s first norm, with `mlp_input` its second, with None the final one. Without the norm's
-        bias, which belongs to no part."""
-        at = self._layer(layer)
-        block = None if layer is None else self.model.layers[at]
-        norm = self.model.norm if block is None else block.mlp_norm if mlp_input else block.attention_norm
-        return frozen(norm, stack, self._stream(layer, mlp_input))
+        the whole: block `layer`'s first norm, with `mlp_input` its second, with None or -1 the final one. Without the
+        norm's bias, which belongs to no part."""
+        at = self._blocks_before(layer)
+        whole = self._stream(at, mlp_input)
+        name = "norm" if at == self.model.num_layers else "mlp_norm" if mlp_input else "attention_norm"
+        where = name if name == "norm" else f"layers.{at}.{name}"
+        return frozen(self.model.get_submodule(where), stack, whole, where)
 
     def logit_attrs(self, stack: Stack, tokens: Any, incorrect_tokens: Any = None) -> Float[Tensor, "component ..."]:
         """What each part of the last stream adds to the logit of `tokens`, less that of `incorrect_tokens`: through the
@@ -118,21 +126,26 @@ class Decomposition:
         without one of these axes, the other). Over a stack that sums to the stream the attributions, and
         `model.bias_logits` of the token, sum to the logit.
         """
-        direction = self._direction(tokens)
-        if incorrect_tokens is not None:
-            direction = direction - self._direction(incorrect_tokens)
-        return (self.apply_ln_to_stack(stack) * direction).sum(-1)
+        normed = self.apply_ln_to_stack(stack)
+        with in_graph_of(normed):
+            direction = self._direction(tokens)
+            if incorrect_tokens is not None:
+                direction = direction - self._direction(incorrect_tokens)
+            return (normed * direction.to(normed.device)).sum(-1)
 
     def logit_lens(self, layer: int | None = None) -> Float[Tensor, "component *axes vocab_size"]:
         """The logits that the final norm, applied afresh, and the head make of the stream entering each block, and of
         the one leaving the last."""
-        return self.model.project_on_vocab(self.accumulated_resid(layer))
+        streams = self.accumulated_resid(layer)
+        with in_graph_of(streams):
+            return self.model.project_on_vocab(streams)
 
     def logit_lens_frozen(self, layer: int | None = None) -> Float[Tensor, "component *axes vocab_size"]:
         """As `logit_lens`, but with the final norm's scale as it was on the whole stream: differences between the
         entries are then what each block adds to the logits."""
         normed = self.apply_ln_to_stack(self.accumulated_resid(layer))
-        return self.model.lm_head(normed if (bias := norm_bias(self.model.norm)) is None else normed + bias)
+        with in_graph_of(normed):
+            return self.model.lm_head(normed if (bias := norm_bias(self.model.norm)) is None else normed + bias)
 
     def expert_counts(self, layer: int) -> Int[Tensor, " num_experts"]:
         """How many slots of real tokens block `layer` sent to each expert."""
@@ -148,17 +161,32 @@ class Decomposition:
             shares = self._real(self["router_scores", layer]).float()
         return torch.special.entr(shares / shares.sum(-1, keepdim=True)).sum(-1)
 
-    def _real(self, value: Float[Tensor, "batch seq *axes"] | Int[Tensor, "batch seq *axes"]) -> Tensor:
-        """`value` at the real tokens, [token ...]; a cached pass has the mask of what was read before it too."""
-        return value[self["attention_mask"][:, -value.shape[1] :].bool()]
+    def _real(self, value: Float[Tensor, "*batch_seq each"] | Int[Tensor, "*batch_seq each"]) -> Tensor:
+        """`value` at the real tokens, [token each]; a cached pass has the mask of what was read before it too."""
+        if "attention_mask" not in self:
+            raise UnknownName(
+                "only real tokens count, and attention_mask, which says which are, is not in this cache: name it in "
+                "names_filter too"
+            )
+        mask = self["attention_mask"].bool()
+        return value[mask if "seq" in self._gone else mask[..., -value.shape[mask.ndim - 1] :]]
 
-    def _layer(self, layer: int | None) -> int:
-        return self.model.num_layers if layer is None else self.model.names._index(layer)
+    def _blocks_before(self, layer: int | None) -> int:
+        """How many blocks made the stream that enters block `layer`: all, with None, -1 or their number."""
+        count = self.model.num_layers
+        if layer is None or layer == -1:
+            return count
+        if not 0 <= layer <= count:
+            raise UnknownName(
+                f"layer {layer} is out of range: give 0 to {count - 1}, for what enters that block, or None, -1 or "
+                f"{count}, for what leaves the last"
+            )
+        return layer
 
-    def _stream(self, layer: int | None, mlp_input: bool) -> Tensor:
-        if layer is None:
-            return self["layer_output", self.model.num_layers - 1]
-        return self["layer_mid" if mlp_input else "layer_input", layer]
+    def _stream(self, at: int, mlp_input: bool) -> Tensor:
+        if mlp_input:
+            return self["layer_mid", at]
+        return self["layer_output", at - 1] if at == self.model.num_layers else self["layer_input", at]
 
     def _direction(self, tokens: Any) -> Tensor:
         """The head's row of each token: [hidden_size], [batch 1 hidden_size] or [batch seq hidden_size]."""
@@ -167,8 +195,7 @@ class Decomposition:
         elif isinstance(tokens, (list, tuple)):  # one a row
             ids = [self.model.to_single_token(each) if isinstance(each, str) else each for each in tokens]
             tokens = torch.tensor(ids)
-        self.model.check_in_memory()
-        rows = self.model.lm_head.weight[tokens]
+        rows = rearrange(self.model.W_U, "hidden vocab -> vocab hidden")[tokens]
         has_both = not self._gone & {"batch", "seq"}
         return rows[:, None] if rows.ndim == 2 and has_both else rows
 
@@ -176,32 +203,40 @@ class Decomposition:
         self,
         stack: Tensor,
         labels: Sequence[str],
-        layer: int | None,
+        at: int,
         mlp_input: bool,
         apply_ln: bool,
         return_labels: bool,
     ) -> Labelled:
-        stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input) if apply_ln else stack
+        stack = self.apply_ln_to_stack(stack, at, mlp_input=mlp_input) if apply_ln else stack
         return (stack, list(labels)) if return_labels else stack
 
 
-def frozen(norm: nn.Module, stack: Stack, whole: Float[Tensor, "*axes hidden_size"]) -> Stack:
-    """`norm` as the linear map that it was on `whole`, without its bias."""
-    wide, parts = whole.float(), stack.float()
-    if isinstance(norm, nn.LayerNorm):
-        parts = parts - parts.mean(-1, keepdim=True)
-        wide = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return (parts * scale * norm.weight.float()).to(stack.dtype)
+def in_graph_of(*values: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autograd follows where one of `values` is in its graph: what a model's weights alone would bring there is a
+    number to look at."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and any(each.requires_grad for each in values))
+
+
+def frozen(norm: nn.Module, stack: Stack, whole: Float[Tensor, "*axes hidden_size"], where: str) -> Stack:
+    """`norm`, which is at `where` in the model, as the linear map that it was on `whole`, without its bias."""
+    with in_graph_of(stack, whole):
+        wide, parts, weight = whole.float(), stack.float(), own_weight(norm, "weight", where, RMSNorm, LayerNorm)
+        if isinstance(norm, LayerNorm):
+            parts = parts - parts.mean(-1, keepdim=True)
+            wide = wide - wide.mean(-1, keepdim=True)
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+        return (parts * scale * weight.to(parts)).to(stack.dtype)
 
 
 def norm_bias(norm: nn.Module) -> Float[Tensor, " hidden_size"] | None:
-    return getattr(norm, "bias", None)
+    """The final norm's bias; an RMS norm has none."""
+    return None if computes_as(norm, RMSNorm) else own_weight(norm, "bias", "norm", LayerNorm)
 
 
+@torch.no_grad()
 def bias_logits(model: HookedTransformer) -> Float[Tensor, " vocab_size"]:
     """The constant that the final norm's bias and the head's add to every logit, whatever the input."""
-    model.check_in_memory()
     bias = norm_bias(model.norm)
-    logits = model.b_U
-    return logits if bias is None else logits + einsum(model.lm_head.weight, bias, "vocab hidden, hidden -> vocab")
+    weight, head_bias = linear_map(model, "lm_head", model.hidden_size)
+    return head_bias if bias is None else head_bias + einsum(weight, bias, "vocab hidden, hidden -> vocab")

@@ -12,6 +12,7 @@ nothing attached the call hands its argument back.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from transformer_std.layouts import describe, is_integer
 from transformer_std.modules import Direct
+from transformer_std.runs import Scope, heard_now, step_now
 
 # A reader is the library's own: it looks, never edits, and costs no copy.
 Kind = Literal["forward", "backward", "read", "read_backward"]
@@ -39,35 +41,63 @@ class Unavailable(KeyError):
         return self.reason
 
 
+LOCK = threading.Lock()  # of the points' handles: several threads may use one model
+
+
 class Handle:
     """One function attached to hook points. `remove()` detaches it; so does leaving `with handle:`."""
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], permanent: bool = False, takes_later: bool = False):
+    def __init__(
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        permanent: bool = False,
+        takes_later: bool = False,
+        scope: Scope | None = None,
+    ):
         self.kind, self.fn, self.permanent = kind, fn, permanent
         self.takes_later = takes_later  # a reader that is content with a `Later` in the place of a value
+        # Of the run or `with` block that it belongs to; None: every run hears it. (Not the scope, which holds handles:
+        # what is deleted is to be freed without waiting for the garbage collector.)
+        self.scope = None if scope is None else scope.token
         self.active = True
-        self._points: list[HookPoint] = []
+        self._places: list[tuple[HookPoint, Callable[..., Any], HookPoint]] = []
+        self.attached = False
+        if scope is not None:
+            scope.handles.append(self)
 
     def attach(self, point: HookPoint, lens: str = "", heads_behind: bool = False) -> None:
         """To `point`. Under a `lens` name the function hears that name from its hook; `heads_behind`: and speaks
         [batch seq head dim] where the value is [batch head seq dim]."""
         point.check_takes(self)
-        fn = functools.partial(_through_lens, self.fn, LensPoint(point, lens), heads_behind) if lens else self.fn
+        here = point if self.scope is None or self.kind.startswith("read") else point.with_notes()
+        fn = functools.partial(_through_lens, self.fn, LensPoint(here, lens), heads_behind) if lens else self.fn
+        self._places.append((point, fn, here))
+        self._put(*self._places[-1])
+
+    def _put(self, point: HookPoint, fn: Callable[..., Any], here: HookPoint) -> None:
         # Between the others and the backward hooks, which watch what those made of the value, the last attached first:
         # so the gradient comes to the first attached first.
-        others = point._handles
-        at = sum(handle.kind not in BACKWARD for handle, _ in others) if others else 0
-        point._handles = (*others[:at], Attached(self, fn), *others[at:])
-        self._points.append(point)
+        with LOCK:
+            others = point._handles
+            at = sum(each.handle.kind not in BACKWARD for each in others) if others else 0
+            point._handles = (*others[:at], Attached(self, fn, here), *others[at:])
+        self.attached = True
+
+    def attach_again(self) -> None:
+        """To all points that it was attached to."""
+        for place in self._places:
+            self._put(*place)
 
     def detach(self) -> None:
         """Off the model; a graph that was built while it was attached still calls it in its backward."""
-        for point in self._points:
-            others = len(point._handles) > 1
-            point._handles = tuple([each for each in point._handles if each.handle is not self]) if others else ()
-            if not point._handles:
-                point.ctx.clear()
-        self._points = []
+        for point, *_ in self._places if self.attached else ():
+            with LOCK:
+                others = len(point._handles) > 1
+                point._handles = tuple([each for each in point._handles if each.handle is not self]) if others else ()
+                if self.scope is None and not any(each.handle.scope is None for each in point._handles):
+                    point.ctx.clear()
+        self.attached = False
 
     def remove(self) -> None:
         self.detach()
@@ -80,15 +110,16 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        where = ", ".join(point.name for point in self._points) or "removed"
+        where = ", ".join(point.name for point, *_ in self._places) if self.attached else "removed"
         return f"<{self.kind} hook {getattr(self.fn, '__name__', self.fn)!s} at {where}>"
 
 
 class Attached(NamedTuple):
-    """A handle at one hook point, and its function as this point calls it."""
+    """A handle at one hook point, its function as this point calls it, and the point as the function sees it."""
 
     handle: Handle
     fn: Callable[..., Any]
+    here: HookPoint
 
 
 class LensPoint:
@@ -130,18 +161,18 @@ class HookPoint:
         layer: the block's index, None on the root.
         layout: jaxtyping alias of the value's shape and kind.
         description: what the value is.
-        step: 0 on a prompt pass, then the number of the decode step.
-        ctx: a dict for hooks to keep things in as long as any hook is attached here.
+        step: 0 on a prompt pass, then the number of the decode step; of the run that asks.
+        ctx: a dict for hooks to keep things in: those of one run or `with` block as long as it lasts, those of
+            `add_hook` as long as any is attached here.
     """
 
-    __slots__ = ("__weakref__", "_handles", "ctx", "description", "layer", "layout", "name", "step", "value", "write")
+    __slots__ = ("__weakref__", "_handles", "ctx", "description", "layer", "layout", "name", "value", "write")
 
     def __init__(self, layout: Any, description: str, write: str | None = None):
         self.layout, self.description = layout, description
         self.write = write  # on a read-only value, the one to write instead
         self.name = self.value = ""
         self.layer: int | None = None
-        self.step = 0
         self.ctx: dict[Any, Any] = {}
         self._handles: tuple[Attached, ...] = ()
 
@@ -149,25 +180,35 @@ class HookPoint:
         return self._pass(value) if self._handles else value
 
     @property
+    def step(self) -> int:
+        return step_now()
+
+    def heard(self) -> list[Attached]:
+        """What is attached here for the run that asks."""
+        scopes = heard_now()
+        return [each for each in self._handles if _belongs(each.handle.scope, scopes)]
+
+    @property
     def watched(self) -> bool:
-        return bool(self._handles)
+        return bool(self._handles) and bool(self.heard())
 
     @property
     def can_wait(self) -> bool:
         """Whether all that watches here takes a `Later`."""
-        return all(handle.takes_later for handle, _ in self._handles)
+        return all(each.handle.takes_later for each in self.heard())
 
     def later(self, compute: Callable[[], Tensor]) -> None:
-        for _, fn in self._handles:
-            fn(Later(compute), self)
+        for each in self.heard():
+            if each.handle.active:
+                each.fn(Later(compute), self)
 
     @property
     def writes(self) -> bool:
-        return any(handle.kind == "forward" for handle, _ in self._handles)
+        return bool(self._handles) and any(each.handle.kind == "forward" for each in self.heard())
 
     @property
     def watches_gradient(self) -> bool:
-        return any(handle.kind in BACKWARD for handle, _ in self._handles)
+        return any(each.handle.kind in BACKWARD for each in self.heard())
 
     def __getstate__(self) -> dict[str, Any]:
         """Without its hooks: a copy is a place of its own."""
@@ -175,7 +216,14 @@ class HookPoint:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in {**state, "_handles": (), "ctx": {}}.items():
-            setattr(self, name, value)
+            if name in self.__slots__:  # files of earlier versions have a step
+                setattr(self, name, value)
+
+    def with_notes(self) -> HookPoint:
+        """The point as the hooks of one scope see it: with a `ctx` of their own."""
+        here = HookPoint.__new__(HookPoint)
+        here.__setstate__(self.__getstate__())
+        return here
 
     def fresh(self) -> HookPoint:
         return HookPoint(self.layout, self.description, self.write)
@@ -185,25 +233,28 @@ class HookPoint:
             raise ValueError(f"{self.name} holds integers: it has no gradient, and a backward hook could never fire")
 
     def _pass(self, value: Any) -> Any:
-        mine = False
+        mine, scopes = False, heard_now()
         for attached in self._handles:
-            handle, fn = attached
+            handle, fn, here = attached
+            if not _belongs(handle.scope, scopes):
+                continue
             if handle.kind == "read":
-                fn(value, self)
+                if handle.active:  # it is not in a block that is computed again for its gradients
+                    fn(value, self)
                 mine = False
             elif handle.kind == "forward":
                 # A hook may edit in place, and the same tensor can be another value's or be held by a cache.
                 if not mine and isinstance(value, Tensor):
                     value, mine = laid_out_as(value, value), True
-                new = self._edited(value, fn)
+                new = self._edited(value, fn, here)
                 value, mine = new, mine and new is value
             else:
                 value = self._watch_gradient(value, attached)
         return value
 
-    def _edited(self, value: Any, fn: Callable[[Any, HookPoint], Any]) -> Any:
+    def _edited(self, value: Any, fn: Callable[[Any, HookPoint], Any], here: HookPoint) -> Any:
         before = value.clone() if self.write and isinstance(value, Tensor) else None
-        new = fn(value, self)
+        new = fn(value, here)
         if self.write and (new is not None or (before is not None and not _same(value, before))):
             raise ValueError(f"{self.name} is derived and read-only: write {self.write} instead")
         if new is None or new is value:
@@ -230,14 +281,14 @@ class HookPoint:
         return value
 
     def _pass_gradient(self, attached: Attached, grad: Tensor) -> Tensor | None:
-        handle, fn = attached
+        handle, fn, here = attached
         if not handle.active:
             return None
         if handle.kind == "read_backward":
             fn(grad, self)
             return None
         # Autograd hands one gradient to every summand: a hook that edits in place must have its own.
-        return self._edited(grad.clone(), fn)
+        return self._edited(grad.clone(), fn, here)
 
     @staticmethod
     def _shaped(value: Tensor) -> str:
@@ -251,6 +302,10 @@ class HookPoint:
 def laid_out_as(new: Tensor, value: Tensor) -> Tensor:
     """A copy of `new` with the strides of `value`: kernels round differently on other strides."""
     return torch.empty_strided(value.shape, value.stride(), dtype=new.dtype, device=new.device).copy_(new)
+
+
+def _belongs(scope: object | None, heard: frozenset[object] | None) -> bool:
+    return scope is None or heard is None or scope in heard
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -279,6 +334,11 @@ class Host(Direct):
 
     def hook_points(self) -> dict[str, HookPoint]:
         return {name: self.__dict__[name] for name in own_values(type(self)) if self.has(name)}
+
+    @property
+    def path(self) -> str:
+        """Where the host is in its model, `layers.3.self_attn`; empty for the model."""
+        return next(iter(self.hook_points().values())).name.rpartition(".")[0]
 
     def has(self, name: str) -> bool:
         return isinstance(self.__dict__.get(name), HookPoint)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_std.activation_cache import GRAD, ActivationCache
+from transformer_std.activation_cache import GRAD, ActivationCache, owned
 from transformer_std.hook_points import Handle, HookPoint, Host
-from transformer_std.layouts import is_integer
+from transformer_std.layouts import Keys, Values, is_integer
 from transformer_std.names import Names, NamesFilter, UnknownName
+from transformer_std.runs import RUN, Scope, begins_run, close, for_one_run, open_around
 
 HookFn = Callable[[Any, HookPoint], Any]
 Pairs = Any  # a list of (names_filter, fn)
@@ -22,9 +23,18 @@ Input = Any  # what forward takes
 
 
 class Hooked(Host):
-    """A root module whose `names` are the index of its tree."""
+    """A root module whose `names` are the index of its tree.
+
+    `add_hook` attaches to the model: every run hears it, on every thread. What `hooks`, `run_with_hooks` and
+    `run_with_cache` attach is heard by the runs of this context, or by that one run; not by another thread, nor by a
+    model that runs inside a hook.
+    """
 
     names: Names
+
+    @begins_run
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
     def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, backward: bool = False) -> Handle:
         """Attaches `fn(value, hook)` to every hook point that `name` means.
@@ -35,12 +45,12 @@ class Hooked(Host):
         Returns:
             A handle; `handle.remove()` detaches the hook.
         """
-        if not callable(fn):
-            raise TypeError(f"a hook is a function fn(value, hook), not {fn!r}")
+        return self._attach(Handle("backward" if backward else "forward", _function(fn), permanent), name)
+
+    def _attach(self, handle: Handle, name: NamesFilter) -> Handle:
         targets = self.names.targets(name)
         if not targets:
             raise UnknownName(f"{name!r} means no value of this model, so the hook could never fire")
-        handle = Handle("backward" if backward else "forward", fn, permanent)
         for target in targets:
             target.point.check_takes(handle)
         for target in targets:
@@ -48,43 +58,49 @@ class Hooked(Host):
         return handle
 
     def reset_hooks(self, *, including_permanent: bool = False) -> None:
-        """Detaches every hook that is not permanent."""
+        """Detaches every hook that is not permanent: those of `add_hook`, and those of the `with` blocks that are open
+        in this context. What belongs to one run, or to another thread, stays."""
+        around = {scope.token for scope in RUN.get().around}
         for handle in {each.handle for point in self.names.points.values() for each in point._handles}:
-            if including_permanent or not handle.permanent:
+            if (handle.scope is None or handle.scope in around) and (including_permanent or not handle.permanent):
                 handle.remove()
 
     @contextlib.contextmanager
     def hooks(self, fwd_hooks: Pairs = (), bwd_hooks: Pairs = ()) -> Iterator[HookedTransformer]:
-        """Hooks for the length of a `with`; both arguments are lists of `(names_filter, fn)`."""
-        with self._attached(fwd_hooks, bwd_hooks) as handles:
+        """Hooks for the length of a `with`, on the runs of this context; both arguments are lists of
+        `(names_filter, fn)`. A thread that is started inside has a context of its own, and hears `add_hook` alone."""
+        with self._attached(fwd_hooks, bwd_hooks) as scope:
+            open_around(scope)
             try:
                 yield self
             finally:
-                for handle in handles:
+                close(scope)
+                for handle in scope.handles:
                     handle.remove()
 
     @contextlib.contextmanager
-    def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[list[Handle]]:
-        handles: list[Handle] = []
+    def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[Scope]:
+        scope = Scope()
         try:
-            for pair in fwd_hooks:
-                handles.append(self.add_hook(*_as_pair(pair, "fwd_hooks")))
-            for pair in bwd_hooks:
-                handles.append(self.add_hook(*_as_pair(pair, "bwd_hooks"), backward=True))
-            yield handles
+            for kind, pairs in (("forward", fwd_hooks), ("backward", bwd_hooks)):
+                for pair in pairs:
+                    name, fn = _as_pair(pair, "fwd_hooks" if kind == "forward" else "bwd_hooks")
+                    self._attach(Handle(kind, _function(fn), scope=scope), name)
+            yield scope
         finally:
-            for handle in handles:
+            for handle in scope.handles:
                 handle.detach()
 
     def run_with_hooks(self, input: Input, *, fwd_hooks: Pairs = (), bwd_hooks: Pairs = (), **forward: Any) -> Any:
-        """One forward with hooks, which are gone from the model afterwards.
+        """One forward with hooks, which are gone from the model afterwards; no other run hears them.
 
         Backward hooks stay with this run's graph and fire when `backward()` is called on its output.
         """
         fwd_hooks, bwd_hooks = list(fwd_hooks), list(bwd_hooks)
-        with self._attached(fwd_hooks, bwd_hooks):
+        with self._attached(fwd_hooks, bwd_hooks) as scope:
             self._check_reached([pair[0] for pair in (*fwd_hooks, *bwd_hooks)], forward)
-            return self(input, **forward)
+            with for_one_run(scope):
+                return self(input, **forward)
 
     def _check_reached(self, names_filter: NamesFilter, forward: dict[str, Any]) -> None:
         """Raises `UnknownName` for a value that is named one by one in a block that this pass does not run."""
@@ -130,30 +146,44 @@ class Hooked(Host):
         values, weak = cache._values, weakref.ref(cache)
         placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
         as_it_is = device is None and not remove_batch_dim
+        steps = forward.get("kv_cache") is not None
 
         def keep(value: Any, hook: HookPoint) -> None:
-            if isinstance(value, Tensor) and value.requires_grad and not keep_graph:
-                value = value.detach()
+            if isinstance(value, Tensor):
+                in_graph = keep_graph and value.requires_grad  # gradients are asked of the very tensor
+                value = value if in_graph else owned(value.detach(), steps and hook.layout in (Keys, Values))
             values[hook.name] = value if as_it_is else placed(value)
 
         def keep_gradient(grad: Tensor, hook: HookPoint) -> None:
             if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
-                alive._values[hook.name + GRAD] = placed(grad)
+                alive._values[hook.name + GRAD] = placed(owned(grad))
 
-        reader = Handle("read", keep, takes_later=as_it_is and not keep_graph)
-        gradients = Handle("read_backward", keep_gradient)
+        scope = Scope()
+        reader = Handle("read", keep, takes_later=as_it_is and not keep_graph, scope=scope)
+        gradients = Handle("read_backward", keep_gradient, scope=scope)
         try:
             for point in points:
                 reader.attach(point)
                 if incl_bwd and not is_integer(point.layout):
                     gradients.attach(point)
-            output = self(input, **forward)
+            with for_one_run(scope):
+                output = self(input, **forward)
         finally:
-            reader.detach()
+            reader.remove()
             gradients.detach()
-        if incl_bwd and isinstance(output, Tensor) and output.ndim == 0:
-            output.backward()
+        if incl_bwd:
+            self._check_graph(output)
+            if isinstance(output, Tensor) and output.ndim == 0:
+                output.backward()
         return output, cache
+
+    def _check_graph(self, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not any(isinstance(each, Tensor) and each.requires_grad for each in outputs if each is not None):
+            raise RuntimeError(
+                "incl_bwd needs gradients, and nothing in this run has any: all parameters are frozen, gradients are "
+                "switched off, or return_type is None; model.requires_grad_(True) thaws the parameters"
+            )
 
     def get_name(self, value: str, layer: int | None = None) -> str:
         """The full name of `value`, on `layer` if it is a block's: `get_name("mlp_output", 3)`."""
@@ -163,6 +193,12 @@ class Hooked(Host):
         """Which values there are: name -> None, or {layer: why it has none}. With `layer`, name -> None or why not.
         Nothing runs."""
         return self.names.support(layer)
+
+
+def _function(fn: Any) -> HookFn:
+    if not callable(fn):
+        raise TypeError(f"a hook is a function fn(value, hook), not {fn!r}")
+    return fn
 
 
 def _as_pair(pair: Any, argument: str) -> tuple[Any, HookFn]:

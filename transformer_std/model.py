@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -22,15 +20,17 @@ from transformer_std.components.functions import prompt_angles, real_positions, 
 from transformer_std.components.norms import build_norm
 from transformer_std.config import TransformerConfig
 from transformer_std.generation import Generation
-from transformer_std.hook_points import HookPoint
+from transformer_std.hook_points import HookPoint, laid_out_as
 from transformer_std.hooking import Hooked
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
-from transformer_std.modules import Embedding, Linear
+from transformer_std.modules import Direct, Embedding, Linear
 from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
-from transformer_std.text import Text
+from transformer_std.runs import IDLE, RUN
+from transformer_std.text import Text, checked_mask
+from transformer_std.weights import embedding_rows, linear_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,8 +42,8 @@ Input = Any
 class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     """A decoder-only transformer whose every standard value is read and written by name.
 
-    `HookedTransformer(config)` has fresh weights; `HookedTransformer.from_pretrained` loads a checkpoint. Models start
-    in eval mode.
+    `HookedTransformer(config, seed=0)` has fresh weights, see `init_weights`; `HookedTransformer.from_pretrained` loads
+    a checkpoint. Models start in eval mode.
     """
 
     host = "model"
@@ -56,7 +56,9 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     lm_head_output = HookPoint(Logits, "The head's output")
     logits = HookPoint(Logits, "The logits the model returns")
     next_token_probs = HookPoint(
-        NextTokenProbs, "The next-token distribution at the last position; derived, read-only", write="logits"
+        NextTokenProbs,
+        "The next-token distribution at each row's last real position; derived, read-only",
+        write="logits",
     )
 
     def __init__(
@@ -65,6 +67,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         *,
         attn_implementation: str = "sdpa",
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int | None = None,
     ):
         super().__init__()
         if attn_implementation not in ("sdpa", "eager"):
@@ -86,6 +89,29 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         ]
         self.names = Names(self)
         self.eval()
+        if not self.embed_tokens.weight.is_meta:
+            self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draws all weights afresh, as transformers' `from_config` does: matrices from a normal distribution of
+        `config.initializer_range`, a padding token's embedding, biases and a router beside a selection bias zero, norms
+        one. A tied head is the embedding. With a `seed` the same weights every time, and torch's own generator stays as
+        it is; without one they are drawn by that.
+
+        Raises:
+            RuntimeError: weights have no memory (`model.to_empty(device=...)` gives it), or are not the model's own.
+        """
+        self.check_in_memory()
+        split = [name.rpartition(".") for name, _ in self.named_parameters()]  # a tied one once
+        hosts = [(self.get_submodule(path), name) for path, _, name in split]
+        if strange := [
+            path for (host, _), (path, _, _) in zip(hosts, split, strict=True) if not isinstance(host, Direct)
+        ]:
+            raise RuntimeError(f"{strange[0]} is not the model's own, so nothing says how its weights start")
+        generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
+        for host, name in hosts:
+            host.fill_fresh(name, self.config.initializer_range, generator)  # type: ignore[operator]
 
     @classmethod
     def from_pretrained(
@@ -134,40 +160,28 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config and weights in our own format, and the tokenizer where it is loaded; `from_pretrained` reads
-        it back, without transformers."""
-        from safetensors.torch import save_file
+        """Writes config, weights and tokenizer in our own format; `from_pretrained` reads it back, without
+        transformers.
 
-        folder = Path(folder)
-        self.check_in_memory()
-        for theirs in ("config.json", "model.safetensors.index.json"):
-            if (folder / theirs).exists():
-                raise ValueError(
-                    f"{folder} holds another checkpoint ({theirs}), which ours would ruin: name a new folder"
-                )
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
-        tied = self.lm_head.weight is self.embed_tokens.weight
-        if tied:
-            del tensors["lm_head.weight"]
-        dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
-        config = dataclasses.replace(self.config, dtype=dtype, tied_head=tied)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Written beside, then moved: an interrupt leaves what was there.
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            save_file(tensors, Path(beside) / "model.safetensors", metadata={"format": "pt"})
-            (Path(beside) / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-            if self._tokenizer is not None:
-                self.tokenizer.save_pretrained(beside)
-            for file in Path(beside).iterdir():
-                file.replace(folder / file.name)
+        Whole or not at all: however it is stopped, and whoever else saves there, `folder` holds this model or what it
+        held before. An earlier save of ours there is replaced, with its tokenizer; other files are left alone.
+
+        Raises:
+            RuntimeError: weights that are not in memory.
+            ValueError: weights that are not plain tensors, as the config describes them (adapters, parametrisations,
+                shards), or a folder that holds a checkpoint in another format.
+        """
+        from transformer_std import saving
+
+        saving.save(self, folder)
 
     def check_in_memory(self) -> None:
-        """Raises `RuntimeError` where weights that are about to be read are on disk, or were never filled."""
+        """Raises `RuntimeError` where weights that are about to be read are on disk, offloaded or never filled."""
         missing = [name for name, parameter in self.named_parameters() if parameter.is_meta]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} weights are not in memory ({missing[0]}, ...): this reads them directly, so load the "
-                "model without putting parts on disk"
+                "model without putting parts on disk or offloading them"
             )
 
     # -- the forward ---------------------------------------------------------------------------------------------
@@ -183,28 +197,34 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         last_logits_only: bool = False,
+        loss_per_token: bool = False,
     ) -> Any:
         """Runs the model.
 
         Args:
-            input: text, a list of texts (left-padded together), token ids [batch seq], or with `start_at_layer` the
-                stream [batch seq hidden_size] entering that block.
-            attention_mask: [batch seq], zeros for padding. A mask given wins over the tokenizer's. With a `kv_cache` it
+            input: text, a list of texts (left-padded together), token ids [batch seq], anything else that `read` takes,
+                or with `start_at_layer` the stream [batch seq hidden_size] entering that block.
+            attention_mask: [batch seq], zeros for padding. A mask given wins over the input's own. With a `kv_cache` it
                 is of the new positions, or of the ones that the cache holds and the new ones.
             position_ids: [batch seq]. Without them positions count real tokens from 0.
             kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
                 were given, also where a longrope's factors change later.
             return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
-                nats; "both" as a pair; or None.
+                nats; "both" as a pair; or None, which runs the head only where something watches it.
             start_at_layer: the first block to run.
             stop_at_layer: the first block not to run; the answer is the stream [batch seq hidden_size] that would
                 enter it. Negative numbers count from the last block.
-            last_logits_only: run the head on the last position alone, [batch 1 vocab_size].
+            last_logits_only: run the head on each row's last real position alone, [batch 1 vocab_size].
+            loss_per_token: the loss of each position's next token, [batch seq-1]; NaN where one of the two is padding.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type is {return_type!r}; give 'logits', 'loss', 'both' or None")
         if last_logits_only and return_type in ("loss", "both"):
             raise ValueError("the loss needs the logits of every position: leave out last_logits_only")
+        if loss_per_token and return_type not in ("loss", "both"):
+            raise ValueError(f"loss_per_token goes with return_type 'loss' or 'both', not {return_type!r}")
+        if start_at_layer is not None and stop_at_layer is None and return_type in ("loss", "both"):
+            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
         first, last = self._span(start_at_layer, stop_at_layer)
         if kv_cache is not None and (first, last) != (0, self.num_layers):
             raise ValueError("a kv_cache needs all layers: leave out start_at_layer and stop_at_layer")
@@ -221,38 +241,26 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
             attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
         padding, seq = real_positions(attention_mask), stream.shape[1]
-        stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
-        if kv_cache is not None:
-            padded = padding if attention_mask is given else real_positions(given)
-            kv_cache.advance(None if padded is None else given, len(stream), seq)
+        logits = None
+        with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
+            stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
+            if stop_at_layer is None:
+                logits = self._read_out(stream, padding, last_logits_only, needed=return_type is not None)
+            if kv_cache is not None:
+                padded = padding if attention_mask is given else real_positions(given)
+                kv_cache.advance(None if padded is None else given, len(stream), seq)
         if stop_at_layer is not None:
             return stream
-        logits = self._read_out(stream, last_logits_only)
-        if return_type == "logits":
-            return logits
-        if return_type is None:
-            return None
-        if tokens is None:
-            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
+        if return_type in ("logits", None):
+            return logits if return_type else None
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
-        loss = next_token_loss(logits, tokens, mask)
+        loss = next_token_loss(logits, tokens, mask, loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
     def _read_input(
         self, input: Input, attention_mask: Tensor | None, kv_cache: KVCache | None
     ) -> tuple[Tokens, Tensor | None]:
-        if not isinstance(input, Tensor):
-            tokens, own_mask = self._encode(input)
-            attention_mask = own_mask if attention_mask is None else attention_mask
-        else:
-            tokens = input
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"the input is {list(tokens.shape)} {tokens.dtype}: give text, a list of texts, or token ids "
-                "[batch seq]; a stream [batch seq hidden_size] goes with start_at_layer"
-            )
-        if tokens.numel() == 0:
-            raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
+        tokens, attention_mask = self.read(input, attention_mask)
         # In one piece, as everywhere below: rows of an expanded or unfolded tensor share memory, which a hook may edit.
         tokens = self.input_ids(tokens.to(self.input_device, torch.long).contiguous())
         self.input_size((tokens.shape[0], tokens.shape[1]))
@@ -263,9 +271,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         return tokens, self._check_mask(attention_mask, tokens.shape)
 
     def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
-        if mask is not None and not isinstance(mask, Tensor):
-            raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
-        if mask is not None and tuple(mask.shape) != tuple(size):
+        if mask is not None and tuple(checked_mask(mask).shape) != tuple(size):
             raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
         return None if mask is None else mask.to(self.input_device).contiguous()
 
@@ -282,8 +288,8 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         if not isinstance(input, Tensor) or input.ndim != 3 or input.shape[-1] != self.hidden_size:
             got = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(f"with start_at_layer the input is the stream [batch seq {self.hidden_size}], not {got}")
-        if input.numel() == 0 or input.dtype != self.embed_tokens.weight.dtype:
-            dtype = self.embed_tokens.weight.dtype
+        if input.numel() == 0 or input.dtype != self.dtype:
+            dtype = self.dtype
             raise ValueError(
                 f"the stream is {list(input.shape)} {input.dtype}; the model reads at least one position of {dtype}"
             )
@@ -336,17 +342,30 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         masks = [visible(padding, seq, seen_keys(past, seq, window), window, device) for window in self._windows]
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
-        with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
-            blocks = itertools.islice(self.layers, first, last)
-            for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
-                stream = block(stream, angles[rotary], masks[window], cache)
+        # What is to be computed again in the backward, under activation checkpointing, knows whose hooks it has.
+        again = {} if torch.compiler.is_compiling() or (run := RUN.get()) is IDLE else {"run": run}
+        blocks = itertools.islice(self.layers, first, last)
+        for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
+            stream = block(stream, angles[rotary], masks[window], cache, **again)
         return stream
 
-    def _read_out(self, stream: Residual, last_only: bool) -> Float[Tensor, "batch read vocab_size"]:
-        normed = self.final_norm_output(self.norm(stream))
-        logits = self.logits(self.lm_head_output(self.lm_head(normed[:, -1:] if last_only else normed)))
+    def _read_out(
+        self, stream: Residual, padding: Tensor | None, last_only: bool, needed: bool
+    ) -> Float[Tensor, "batch read vocab_size"] | None:
+        """The logits; where nobody needs them, only what is watched behind the blocks."""
+        head = needed or any(point.watched for point in (self.lm_head_output, self.logits, self.next_token_probs))
+        if not (head or self.final_norm_output.watched):
+            return None
+        read = normed = self.final_norm_output(self.norm(stream))
+        if not head:
+            return None
+        if last_only:  # laid out as the slice: what a head rounds to depends on its input's strides
+            last = normed[:, -1:]
+            read = last if padding is None else laid_out_as(last_positions(normed, padding), last)
+        logits = self.logits(self.lm_head_output(self.lm_head(read)))
         if self.next_token_probs.watched:
-            self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
+            last = last_positions(logits, None if last_only else padding)
+            self.next_token_probs(last[:, 0].softmax(-1, dtype=torch.float32))
         return logits
 
     def project_on_vocab(self, hidden: Float[Tensor, "*axes hidden_size"]) -> Float[Tensor, "*axes vocab_size"]:
@@ -364,11 +383,22 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         """Where token ids go: the embedding's device, or the one it is brought to when it is called."""
         hook = vars(self.embed_tokens).get("_hf_hook")
         at = getattr(hook, "execution_device", None)
-        return self.embed_tokens.weight.device if at is None else torch.device(at)
+        return self._embedding_tensor.device if at is None else torch.device(at)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self._embedding_tensor.dtype
+
+    @property
+    def _embedding_tensor(self) -> Tensor:
+        """A tensor of the embedding's, also where an adapter is in its place and has others."""
+        own = self.embed_tokens._parameters.get("weight")
+        return next(self.embed_tokens.parameters()) if own is None else own
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go and the stream begins; of a model on several devices, the first."""
+        return self.input_device
 
     @property
     def num_layers(self) -> int:
@@ -404,22 +434,36 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
 
     @property
     def W_E(self) -> Float[Tensor, "vocab_size hidden_size"]:
-        return self.embed_tokens.weight
+        return embedding_rows(self, "embed_tokens", self.vocab_size)
 
     @property
     def W_U(self) -> Float[Tensor, "hidden_size vocab_size"]:
-        return self.lm_head.weight.T
+        return rearrange(linear_map(self, "lm_head", self.hidden_size)[0], "vocab hidden -> hidden vocab")
 
     @property
     def b_U(self) -> Float[Tensor, " vocab_size"]:
-        bias = self.lm_head.bias
-        return self.lm_head.weight.new_zeros(self.vocab_size) if bias is None else bias
+        return linear_map(self, "lm_head", self.hidden_size)[1]
 
 
-def next_token_loss(logits: Logits, tokens: Tokens, mask: Tensor | None) -> Float[Tensor, ""]:
-    """Mean cross-entropy, in nats and float32, of each real token given the real tokens before it."""
+def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | None) -> Float[Tensor, "batch 1 axis"]:
+    """Each row's entry at its last real position; the last position's where a row has none."""
+    seq = values.shape[1]
+    if padding is None:
+        return values[:, -1:]
+    numbers = torch.arange(1, seq + 1, device=padding.device)
+    at = ((padding[:, -seq:] * numbers).amax(-1) - 1) % seq
+    return values.gather(1, at[:, None, None].to(values.device).expand(-1, 1, values.shape[2]))
+
+
+def next_token_loss(
+    logits: Logits, tokens: Tokens, mask: Tensor | None, per_token: bool = False
+) -> Float[Tensor, ""] | Float[Tensor, "batch transitions"]:
+    """Cross-entropy, in nats and float32, of each real token given the real tokens before it: the mean, or
+    `per_token`, with NaN where there is none."""
     real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
     if tokens.shape[1] == 1 or (real is not None and not real.any()):
         raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
     losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
+    if per_token:
+        return losses if real is None else losses.masked_fill(~real, torch.nan)
     return losses.mean() if real is None else losses[real].mean()

@@ -41,22 +41,30 @@ class Direct(nn.Module):
         own = self.__dict__
         if name in (held := own.get("_modules", ())) or name in (held := own.get("_parameters", ())):
             return held[name]
+        found = getattr(type(self), name, None)
+        if isinstance(found, property):  # one that raised an AttributeError: told again, as torch hides its cause
+            return found.__get__(self)
         return super().__getattr__(name)
 
     def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the parameter `name` has in a model loaded in `dtype`."""
         return dtype
 
-
-class Unfilled:
-    """Leaves parameters on the meta device as they are: to draw values there imports a second's worth of torch."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # type: ignore[attr-defined]
-            super().reset_parameters()  # type: ignore[misc]
+    def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
+        """Gives the parameter `name` what a fresh model has there: a bias zeros, all else noise of `std`."""
+        parameter = self.get_parameter(name)
+        parameter.zero_() if name.endswith("bias") else parameter.normal_(0.0, std, generator=generator)
 
 
-class Linear(Direct, Unfilled, nn.Linear):
+class Linear(Direct, nn.Linear):
+    """Its parameters are as they were allocated: the model draws all of its own, see `init_weights`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+
     def forward(self, x: Tensor) -> Tensor:
         own = self._parameters
         if "weight" in own and "bias" in own:  # they are not where a parametrization computes them
@@ -64,11 +72,40 @@ class Linear(Direct, Unfilled, nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-class LayerNorm(Direct, Unfilled, nn.LayerNorm):
+class ZeroedLinear(Linear):
+    """A matrix that starts from zeros."""
+
+    def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
+        super().fill_fresh(name, 0.0, generator)
+
+
+class Norm(Direct):
+    """A norm that starts as one without weight and bias."""
+
+    def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
+        self.get_parameter(name).fill_(0.0 if name == "bias" else 1.0)
+
+
+class LayerNorm(Norm, nn.LayerNorm):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # to fill what has no values imports a second's worth of torch
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class Embedding(Direct, Unfilled, nn.Embedding):
+class Embedding(Direct, nn.Embedding):
+    """Its rows are as they were allocated, as a `Linear`'s."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None):
+        rows = torch.empty(num_embeddings, embedding_dim)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, _weight=rows)
+
+    def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
+        super().fill_fresh(name, std, generator)
+        if self.padding_idx is not None:
+            self.weight[self.padding_idx].zero_()
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

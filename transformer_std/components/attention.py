@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange, reduce
+from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from transformer_std import config
 from transformer_std.components.functions import Angles, causal, expand_kv, turn_both
 from transformer_std.components.norms import build_norm
+from transformer_std.components.reuse import filled, times
+from transformer_std.components.tracing import can_look
 from transformer_std.hook_points import HookPoint, Host
 from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Values
 from transformer_std.modules import Direct, Linear
+from transformer_std.weights import UnreadableWeight, linear_map
 
 Heads = tuple[Queries, Keys, Values]
 AllKeys = Float[Tensor, "batch num_kv_heads key qk_head_dim"]
 AllValues = Float[Tensor, "batch num_kv_heads key head_dim"]
 Mask = Bool[Tensor, "batch_or_1 1 query key"] | None
+WeightAndBias = tuple[Float[Tensor, "out hidden_size"], Float[Tensor, " out"]]
 
 
 @runtime_checkable
@@ -60,9 +65,9 @@ class SplitProjections(Direct):
         dim = self.head_dim
         return split_heads(self.q(x), dim), split_heads(self.k(x), dim), split_heads(self.v(x), dim)
 
-    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of queries, keys and values."""
-        return [(each.weight, each.bias) for each in (self.q, self.k, self.v)]
+    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
+        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
+        return [read("q"), read("k"), read("v")]
 
 
 class FusedProjections(Direct):
@@ -83,11 +88,10 @@ class FusedProjections(Direct):
         q, k, v = self._parts(split_heads(self.qkv(x), self.head_dim), 1)
         return q, k, v
 
-    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of queries, keys and values."""
-        bias = self.qkv.bias
-        biases = [None] * 3 if bias is None else self._parts(bias, 0, self.head_dim)
-        return list(zip(self._parts(self.qkv.weight, 0, self.head_dim), biases, strict=True))
+    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
+        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
+        weight, bias = read("qkv")
+        return list(zip(self._parts(weight, 0, self.head_dim), self._parts(bias, 0, self.head_dim), strict=True))
 
 
 def mix_fast(q: Queries, k: AllKeys, v: AllValues, mask: Mask, scale: float) -> HeadOutputs:
@@ -109,8 +113,7 @@ def mix_fast(q: Queries, k: AllKeys, v: AllValues, mask: Mask, scale: float) -> 
 
 
 def scaled_scores(q: Queries, k: Float[Tensor, "batch num_heads key qk_head_dim"], scale: float) -> Pattern:
-    scores = torch.matmul(q, rearrange(k, "batch head key dim -> batch head dim key"))
-    return scores * scale if torch.is_grad_enabled() else scores.mul_(scale)
+    return times(torch.matmul(q, rearrange(k, "batch head key dim -> batch head dim key")), scale)
 
 
 def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
@@ -121,9 +124,8 @@ def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
     scores = scaled_scores(q, k, scale)
-    lowest = torch.finfo(scores.dtype).min
-    scores = scores.masked_fill(~mask, lowest) if torch.is_grad_enabled() else scores.masked_fill_(~mask, lowest)
-    if scores.dtype == torch.float16 and not bool(scores.isfinite().all()):
+    scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
+    if scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
         return _refined(scores, scaled_scores(q.float(), k.float(), scale).masked_fill(~mask, -torch.inf))
     return scores
 
@@ -151,6 +153,10 @@ def head_results(premix: HeadOutputs, weight: Float[Tensor, "hidden_size width"]
     )
 
 
+def _refuse(message: str) -> NoReturn:
+    raise UnreadableWeight(message)
+
+
 class Attention(Host):
     """Multi-head attention with grouped key/value heads (https://arxiv.org/abs/2305.13245)."""
 
@@ -172,7 +178,7 @@ class Attention(Host):
 
     def __init__(self, cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool = False):
         super().__init__()
-        self.cfg, self.eager = cfg, eager
+        self.cfg, self.hidden_size, self.eager = cfg, hidden_size, eager
         self.scale = cfg.head_dim**-0.5
         self.projections = (FusedProjections if cfg.fused else SplitProjections)(cfg, hidden_size)
         self.q_norm = build_norm(cfg.qk_norm, cfg.head_dim) if cfg.qk_norm else None
@@ -216,36 +222,52 @@ class Attention(Host):
         out = self.o(merge_heads(premix))
         if not self.attention_result.watched:
             return out
-        if self._results_can_wait(premix):
-            kept = (each.detach().clone() for each in (premix, self.o.weight))  # as they are now
+        try:
+            weight, bias = self._output_map()
+        except UnreadableWeight as error:  # no reason to stop a run whose cache has it among others
+            if not self.attention_result.can_wait:
+                raise
+            self.attention_result.later(functools.partial(_refuse, str(error)))
+            return out
+        if self._results_can_wait(premix, weight):
+            kept = (each.detach().clone() for each in (premix, weight))  # as they are now
             self.attention_result.later(functools.partial(head_results, *kept))
             return out
         # The heads' own contributions round differently from their sum by one product. Only what a hook changed in
         # them is added, so that reading them leaves every bit; a watched gradient flows through them.
-        result = head_results(premix, self.o.weight)
+        result = head_results(premix, weight)
         edited = self.attention_result(result)
         if edited is result and not self.attention_result.watches_gradient:
             return out
         difference = (edited - result.detach()).masked_fill(result.isinf() & (edited == result), 0)  # inf - inf is none
         changed = reduce(difference, "batch seq head hidden -> batch seq hidden", "sum")
-        if self.o.bias is not None:
-            changed = changed + (self.o.bias - self.o.bias.detach())
-        return out.detach() + changed
+        return out.detach() + changed + (bias - bias.detach())
 
-    def _results_can_wait(self, premix: HeadOutputs) -> bool:
+    def _results_can_wait(self, premix: HeadOutputs, weight: Float[Tensor, "hidden_size width"]) -> bool:
         """Whether the results, which nothing reads on, can be left until they are looked at: where they are larger
         than what they are computed from, give or take a head's width."""
         enough = premix.shape[0] * premix.shape[1] >= self.cfg.head_dim
-        return self.attention_result.can_wait and enough and premix.dtype == self.o.weight.dtype
+        return self.attention_result.can_wait and enough and premix.dtype == weight.dtype
+
+    def _output_map(self) -> tuple[Float[Tensor, "hidden_size width"], Float[Tensor, " hidden_size"]]:
+        return linear_map(self, "o", self.cfg.num_heads * self.cfg.head_dim)
+
+    def _parts(self) -> list[WeightAndBias]:
+        return self.projections.parts(lambda name: linear_map(self, f"projections.{name}", self.hidden_size))
 
     def _weight(self, index: int) -> Float[Tensor, "heads hidden dim"]:
-        weight, _ = self.projections.parts()[index]
-        return rearrange(weight, "(head dim) hidden -> head hidden dim", dim=self.cfg.head_dim)
+        return rearrange(self._parts()[index][0], "(head dim) hidden -> head hidden dim", dim=self.cfg.head_dim)
 
     def _bias(self, index: int) -> Float[Tensor, "heads dim"]:
-        weight, bias = self.projections.parts()[index]
-        bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-        return rearrange(bias, "(head dim) -> head dim", dim=self.cfg.head_dim)
+        return rearrange(self._parts()[index][1], "(head dim) -> head dim", dim=self.cfg.head_dim)
+
+    def by_query_head(self, of_kv_heads: Float[Tensor, "kv_heads ..."]) -> Float[Tensor, "num_heads ..."]:
+        """`W_K`, `W_V`, `b_K` or `b_V` with a key/value head's entry once for each query head of its group, so that
+        `by_query_head(W_V)[3] @ W_O[3]` is query head 3's own; `W_V[3]` is another's where heads are grouped."""
+        if len(of_kv_heads) != self.cfg.num_kv_heads:
+            raise ValueError(f"{len(of_kv_heads)} heads: give one of the {self.cfg.num_kv_heads} key/value heads' own")
+        groups = self.cfg.num_heads // self.cfg.num_kv_heads
+        return repeat(of_kv_heads, "kv_head ... -> (kv_head group) ...", group=groups)
 
     @property
     def W_Q(self) -> Float[Tensor, "num_heads hidden_size head_dim"]:
@@ -253,15 +275,17 @@ class Attention(Host):
 
     @property
     def W_K(self) -> Float[Tensor, "num_kv_heads hidden_size head_dim"]:
+        """One a key/value head: `by_query_head` repeats them beside `W_Q`."""
         return self._weight(1)
 
     @property
     def W_V(self) -> Float[Tensor, "num_kv_heads hidden_size head_dim"]:
+        """One a key/value head: `by_query_head` repeats them beside `W_O`."""
         return self._weight(2)
 
     @property
     def W_O(self) -> Float[Tensor, "num_heads head_dim hidden_size"]:
-        return by_head(self.o.weight, self.cfg.head_dim)
+        return by_head(self._output_map()[0], self.cfg.head_dim)
 
     @property
     def b_Q(self) -> Float[Tensor, "num_heads head_dim"]:
@@ -277,4 +301,4 @@ class Attention(Host):
 
     @property
     def b_O(self) -> Float[Tensor, " hidden_size"]:
-        return self.o.weight.new_zeros(self.o.out_features) if self.o.bias is None else self.o.bias
+        return self._output_map()[1]

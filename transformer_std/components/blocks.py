@@ -10,6 +10,7 @@ from transformer_std.components.mlp import MLPS, Mlp
 from transformer_std.components.norms import build_norm
 from transformer_std.hook_points import HookPoint, Host, Missing
 from transformer_std.layouts import Residual
+from transformer_std.runs import of_its_run
 
 
 def build_mlp(cfg: config.Mlp | config.Mixture, hidden_size: int, post_norm: config.Norm | None) -> Mlp | Mixture:
@@ -48,6 +49,7 @@ class SequentialBlock(Block):
         super().__init__(cfg, hidden_size, eager)
         self.mlp_norm = build_norm(cfg.norm, hidden_size)
 
+    @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
         x = self.layer_input(x)
         normed = self.attention_norm_output(self.attention_norm(x))
@@ -65,6 +67,7 @@ class ParallelBlock(Block):
     mlp_input = HookPoint(Residual, "What the MLP is called with")
     layer_output = HookPoint(Residual, "The residual stream leaving the block")
 
+    @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
         x = self.layer_input(x)
         normed = self.mlp_norm_output(self.attention_norm_output(self.attention_norm(x)))

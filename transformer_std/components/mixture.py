@@ -15,6 +15,7 @@ from transformer_std import config
 from transformer_std.components.grouped import Rows, by_expert, group, take, unsorted
 from transformer_std.components.mlp import ACTIVATIONS, SharedExpert
 from transformer_std.components.norms import build_norm
+from transformer_std.components.reuse import times
 from transformer_std.components.routers import Choice, sigmoid_top_k, softmax_top_k, sparsemixer
 from transformer_std.hook_points import HookPoint, Host, Missing, laid_out_as
 from transformer_std.layouts import (
@@ -26,7 +27,8 @@ from transformer_std.layouts import (
     SharedGate,
     SlotNeurons,
 )
-from transformer_std.modules import Direct, Linear
+from transformer_std.modules import Direct, Linear, ZeroedLinear
+from transformer_std.weights import own_weight
 
 
 class Experts(Direct):
@@ -35,11 +37,8 @@ class Experts(Direct):
     def __init__(self, cfg: config.Mixture, hidden_size: int):
         super().__init__()
         self.activation = ACTIVATIONS[cfg.activation]
-        bound = hidden_size**-0.5
         self.gate_up = nn.Parameter(torch.empty(cfg.num_experts, 2 * cfg.intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(cfg.num_experts, hidden_size, cfg.intermediate_size))
-        for parameter in (self.gate_up, self.down) if not self.down.is_meta else ():
-            nn.init.uniform_(parameter, -bound, bound)
 
     def extra_repr(self) -> str:
         return f"gate_up={list(self.gate_up.shape)}, down={list(self.down.shape)}"
@@ -56,8 +55,7 @@ class Experts(Direct):
         del both
         out = by_expert(neurons, self.down, groups)
         del neurons
-        weight = weights.flatten()[order, None]
-        out = out.mul_(weight) if not torch.is_grad_enabled() and out.dtype == weight.dtype else out * weight
+        out = times(out, weights.flatten()[order, None])
         return take(out, unsorted(order)).view(*indices.shape, -1)
 
     def neurons(
@@ -99,7 +97,8 @@ class Mixture(Host):
     def __init__(self, cfg: config.Mixture, hidden_size: int, post_norm: config.Norm | None = None):
         super().__init__()
         self.cfg, scoring = cfg, cfg.router.scoring
-        self.router = Linear(hidden_size, cfg.num_experts, bias=False)
+        # Beside a selection bias a router starts from ties, which the bias breaks.
+        self.router = (ZeroedLinear if scoring == "sigmoid" else Linear)(hidden_size, cfg.num_experts, bias=False)
         self.expert_bias = (
             nn.Parameter(torch.zeros(cfg.num_experts), requires_grad=False) if scoring == "sigmoid" else None
         )
@@ -207,15 +206,18 @@ class Mixture(Host):
     @property
     def W_gate(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
         return rearrange(
-            self.experts.gate_up[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
+            self._stacked("gate_up")[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
         )
 
     @property
     def W_in(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
         return rearrange(
-            self.experts.gate_up[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
+            self._stacked("gate_up")[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
         )
 
     @property
     def W_out(self) -> Float[Tensor, "num_experts intermediate_size hidden_size"]:
-        return rearrange(self.experts.down, "expert hidden neuron -> expert neuron hidden")
+        return rearrange(self._stacked("down"), "expert hidden neuron -> expert neuron hidden")
+
+    def _stacked(self, name: str) -> Float[Tensor, "num_experts out width"]:
+        return own_weight(self.experts, name, f"{self.path}.experts", Experts)

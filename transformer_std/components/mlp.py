@@ -13,19 +13,20 @@ from torch import Tensor
 
 from transformer_std import config
 from transformer_std.components.norms import build_norm
+from transformer_std.components.reuse import plus, tanh, times
 from transformer_std.hook_points import HookPoint, Host
 from transformer_std.layouts import Neurons, Residual
 from transformer_std.modules import Linear
+from transformer_std.weights import linear_map
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 
 def gelu_new(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """GPT-2's approximation by a tanh, in the order of its release: `F.gelu(approximate="tanh")` rounds differently."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return 0.5 * x * (1.0 + torch.tanh(SQRT_2_OVER_PI * (x + 0.044715 * torch.pow(x, 3.0))))
-    inner = torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(SQRT_2_OVER_PI)  # the same, in one tensor's memory
-    return (0.5 * x).mul_(inner.tanh_().add_(1.0))
+    half = 0.5 * x
+    inner = times(plus(times(torch.pow(x, 3.0), 0.044715), x), SQRT_2_OVER_PI)
+    return times(half, plus(tanh(inner), 1.0))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,7 +59,7 @@ class Mlp(Host):
 
     def __init__(self, cfg: config.Mlp, hidden_size: int, post_norm: config.Norm | None = None):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.hidden_size = cfg, hidden_size
         self.activation = ACTIVATIONS[cfg.activation]
         self.down = Linear(cfg.intermediate_size, hidden_size, bias=cfg.bias)
         self.post_norm = build_norm(post_norm, hidden_size) if post_norm else None
@@ -83,11 +84,11 @@ class Mlp(Host):
 
     @property
     def W_out(self) -> Float[Tensor, "intermediate_size hidden_size"]:
-        return rearrange(self.down.weight, "hidden neuron -> neuron hidden")
+        return rearrange(linear_map(self, "down", self.intermediate_size)[0], "hidden neuron -> neuron hidden")
 
     @property
     def b_out(self) -> Float[Tensor, " hidden_size"]:
-        return self.down.weight.new_zeros(self.down.out_features) if self.down.bias is None else self.down.bias
+        return linear_map(self, "down", self.intermediate_size)[1]
 
 
 class PlainMlp(Mlp):
@@ -103,11 +104,11 @@ class PlainMlp(Mlp):
 
     @property
     def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
-        return rearrange(self.up.weight, "neuron hidden -> hidden neuron")
+        return rearrange(linear_map(self, "up", self.hidden_size)[0], "neuron hidden -> hidden neuron")
 
     @property
     def b_in(self) -> Float[Tensor, " intermediate_size"]:
-        return self.up.weight.new_zeros(self.up.out_features) if self.up.bias is None else self.up.bias
+        return linear_map(self, "up", self.hidden_size)[1]
 
 
 class GatedMlp(Mlp):
@@ -123,11 +124,11 @@ class GatedMlp(Mlp):
 
     @property
     def W_gate(self) -> Float[Tensor, "hidden_size intermediate_size"]:
-        return rearrange(self.gate.weight, "neuron hidden -> hidden neuron")
+        return rearrange(linear_map(self, "gate", self.hidden_size)[0], "neuron hidden -> hidden neuron")
 
     @property
     def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
-        return rearrange(self.up.weight, "neuron hidden -> hidden neuron")
+        return rearrange(linear_map(self, "up", self.hidden_size)[0], "neuron hidden -> hidden neuron")
 
 
 class SharedExpert(GatedMlp):
@@ -160,11 +161,13 @@ class FusedMlp(Mlp):
 
     @property
     def W_gate(self) -> Float[Tensor, "hidden_size intermediate_size"]:
-        return rearrange(self.gate_up.weight[: self.cfg.intermediate_size], "neuron hidden -> hidden neuron")
+        both, _ = linear_map(self, "gate_up", self.hidden_size)
+        return rearrange(both[: self.cfg.intermediate_size], "neuron hidden -> hidden neuron")
 
     @property
     def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
-        return rearrange(self.gate_up.weight[self.cfg.intermediate_size :], "neuron hidden -> hidden neuron")
+        both, _ = linear_map(self, "gate_up", self.hidden_size)
+        return rearrange(both[self.cfg.intermediate_size :], "neuron hidden -> hidden neuron")
 
 
 MLPS: dict[str, type[Mlp]] = {"plain": PlainMlp, "gated": GatedMlp, "fused": FusedMlp}
