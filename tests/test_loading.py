@@ -219,6 +219,17 @@ def test_a_config_that_lies_about_sizes_is_refused_at_once(own_copy: Folders) ->
     assert done.stdout == "done\n", done.stdout + done.stderr
 
 
+def test_a_matrix_that_no_machine_holds(own_copy: Folders) -> None:
+    """Each size may be, the two together not: torch would say so in its own words."""
+    folder = own_copy(NAMED["phi-base"])
+    edit_config(folder, hidden_size=2**30, num_attention_heads=2**26, num_key_value_heads=2**26)
+    for enter in (converters.read_config, HookedTransformer.from_pretrained):
+        with pytest.raises(
+            converters.ConfigError, match=r"the config makes a matrix of .* weights; one has .* at most"
+        ):
+            enter(folder)
+
+
 def test_our_own_config_that_lies_is_refused(checkpoints: Folders, tmp_path: Path) -> None:
     HookedTransformer.from_pretrained(checkpoints(NAMED["qwen2_moe-base"])).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "transformer_std.json").read_text())
