@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_std.decomposition import bias_logits
 from transformer_std.hook_points import HookPoint
 
-Positions = int | Sequence[int] | Sequence[Sequence[int]] | slice | Tensor | None
+Positions = Any  # None, a number, a slice, or numbers in lists, an array or a tensor
 Hooks = list[tuple[tuple[str, int], Any]]
 
 

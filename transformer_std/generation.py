@@ -98,7 +98,8 @@ class Stopping:
 
 @dataclass
 class Writing:
-    """A generation under way. `prompt` is as it was given, `tokens` as the model reads it: padded on the left."""
+    """A generation under way. `prompt` is as it was given; `tokens` are what the model reads, padded on the left, and
+    what it has written."""
 
     input: Any
     form: Form
@@ -115,11 +116,11 @@ class Writing:
     use_kv_cache: bool
     names_filter: NamesFilter
     scored: bool  # keep the log probabilities
+    stopped: Int[Tensor, " batch"]  # the number of each row's reason; 0 while it goes on
     caches: StepCaches = field(default_factory=StepCaches)
     new: list[Tensor] = field(default_factory=list)  # of each step [batch]
     real: list[Tensor] = field(default_factory=list)
     log_probs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    stopped: Tensor | None = None
 
 
 class Generation:
@@ -241,40 +242,43 @@ class Generation:
         made = processors(settings, tokens, turned, count, stopping.eos)
         return Writing(
             input, form, prompt, mask, tokens, turned, count, made, bool(settings.get("do_sample")), samples, generator,
-            stopping, use_kv_cache, names_filter, scored,
+            stopping, use_kv_cache, names_filter, scored, torch.zeros_like(tokens[:, 0]),
         )  # fmt: skip
 
-    @torch.no_grad()
     def _steps(self, writing: Writing) -> Iterator[Int[Tensor, " batch"]]:
-        tokens, mask, count, stopping = writing.tokens, writing.mask, writing.count, writing.stopping
         # Rows count their real tokens; what is padding in all of them has no position.
+        tokens, mask = writing.tokens, writing.mask
         padding = 0 if mask is None else tokens.shape[1] - int(mask.sum(1).max())
-        cache = KVCache(self, tokens.shape[1] + count) if writing.use_kv_cache else None  # type: ignore[arg-type]
-        stopped = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
-        for step in range(count):
-            if cache is not None and self._must_read_again(len(cache) - padding, tokens.shape[1] - padding):
-                cache = KVCache(self, tokens.shape[1] + count - step)  # type: ignore[arg-type]
-            fed = tokens[:, 0 if cache is None else len(cache) :]
-            logits = self._read(step, fed, None if mask is None else mask[:, -fed.shape[1] :], cache, writing)
-            own = logits[:, -1]
-            scores = writing.processors(tokens, own.to(torch.float32, copy=True))
-            if writing.do_sample:
-                new = torch.multinomial(scores.softmax(-1), 1, generator=writing.generator)[:, 0]
-            else:
-                new = scores.argmax(-1)
-            real = stopped == 0
-            new = torch.where(real, new, stopping.pad)
-            if writing.scored:
-                writing.log_probs.append(tuple(_log_probs(each, new, real) for each in (own, scores)))  # type: ignore[arg-type]
-            writing.new.append(new)
-            writing.real.append(real)
-            tokens = torch.cat((tokens, new[:, None]), dim=1)
-            mask = None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
-            stopped = torch.where(real, stopping.reasons(tokens), stopped)
-            writing.stopped = stopped
+        cache = KVCache(self, tokens.shape[1] + writing.count) if writing.use_kv_cache else None  # type: ignore[arg-type]
+        for step in range(writing.count):
+            if cache is not None and self._must_read_again(len(cache) - padding, writing.tokens.shape[1] - padding):
+                cache = KVCache(self, tokens.shape[1] + writing.count)  # type: ignore[arg-type]
+            with torch.no_grad():  # here and not around the loop: who takes the tokens keeps gradients as they are
+                new = self._step(step, cache, writing)
             yield new
-            if bool((stopped != 0).all()):
+            if bool((writing.stopped != 0).all()):
                 break
+
+    def _step(self, step: int, cache: KVCache | None, writing: Writing) -> Int[Tensor, " batch"]:
+        """Writes one token a row."""
+        tokens, mask, stopping = writing.tokens, writing.mask, writing.stopping
+        fed = tokens[:, 0 if cache is None else len(cache) :]
+        own = self._read(step, fed, None if mask is None else mask[:, -fed.shape[1] :], cache, writing)[:, -1]
+        scores = writing.processors(tokens, own.to(torch.float32, copy=True))
+        if writing.do_sample:
+            new = torch.multinomial(scores.softmax(-1), 1, generator=writing.generator)[:, 0]
+        else:
+            new = scores.argmax(-1)
+        real = writing.stopped == 0
+        new = torch.where(real, new, stopping.pad)
+        if writing.scored:
+            writing.log_probs.append((_log_probs(own, new, real), _log_probs(scores, new, real)))
+        writing.new.append(new)
+        writing.real.append(real)
+        writing.tokens = tokens = torch.cat((tokens, new[:, None]), dim=1)
+        writing.mask = None if mask is None else torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
+        writing.stopped = torch.where(real, stopping.reasons(tokens), writing.stopped)
+        return new
 
     def _read(
         self, step: int, fed: Tokens, mask: Tensor | None, cache: KVCache | None, writing: Writing
@@ -321,7 +325,7 @@ class Generation:
         if not writing.scored:
             return output if caches is None else (output, caches)
         own, drawn = (torch.stack(each, 1) for each in zip(*writing.log_probs, strict=True))
-        stopped = [REASONS[number] for number in writing.stopped.tolist()]  # type: ignore[union-attr]
+        stopped = [REASONS[number] for number in writing.stopped.tolist()]
         text = new_text = None
         if self.has_tokenizer:  # type: ignore[attr-defined]
             new_text = [self._written(*each) for each in zip(prompts, written, strict=True)]

@@ -112,7 +112,7 @@ class KVCache:
         """Another that holds the same, and goes on by itself: one prompt read once, continued many times."""
         return self._mapped(torch.clone)
 
-    def expand(self, n: int) -> KVCache:
+    def expand(self, n: Any) -> KVCache:
         """A copy with each row `n` times in a row, as `repeat_interleave` has them; what was read as one row is then
         gone on from as `n`."""
         n = operator.index(n)
