@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -24,7 +24,7 @@ from transformer_std import HookedTransformer
 from transformer_std.components import mixture as mixtures
 from transformer_std.components import tracing
 from transformer_std.components.reuse import filled, plus, tanh, times
-from transformer_std.config import Mixture, SigmoidTopK, SoftmaxTopK, SparseMixer
+from transformer_std.config import Mixture, SoftmaxTopK, SparseMixer
 from transformer_std.kv_cache import KVCache
 
 Folders = Callable[[Recipe], Path]
@@ -120,8 +120,8 @@ def with_strange_tensors(model: HookedTransformer, tokens: Tensor) -> None:
 
 
 WAYS = [
-    exported, faked, faked_without_a_fake_input, traced_fake, traced_real, traced_with_a_mask, on_meta, without_autograd,
-    batched, differentiated, under(torch.float64), under(torch.bfloat16), under_autocast,
+    exported, faked, faked_without_a_fake_input, traced_fake, traced_real, traced_with_a_mask, on_meta,
+    without_autograd, batched, differentiated, under(torch.float64), under(torch.bfloat16), under_autocast,
     with_strange_tensors,
 ]  # fmt: skip
 
@@ -182,7 +182,6 @@ def test_autocast_is_transformers_with_and_without_gradients(
 ) -> None:
     reference = load_reference(checkpoints(base), attn=attn)
     model = HookedTransformer.from_pretrained(checkpoints(base), attn_implementation=attn)
-    cache = KVCache(model)
     for length in (LENGTH, 1):
         for gradients in (False, True):
             with torch.autocast("cpu", dtype), torch.set_grad_enabled(gradients):
@@ -219,8 +218,7 @@ def test_float64_mixtures_are_transformers_with_its_eager_experts(checkpoints: F
     reference.set_experts_implementation("eager")
     model = HookedTransformer.from_pretrained(checkpoints(base), dtype=torch.float64)
     for tokens in (prompt(), prompt(1)):
-        # transformers adds a token's experts in their order, we in slot order: that is a last bit or two where there are
-        # more than two.
+        # transformers adds a token's experts in their order, we in slot order: a last bit, where there are over two.
         with torch.no_grad():
             torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-12, atol=1e-12)
         model.zero_grad()
@@ -235,7 +233,12 @@ def test_float64_mixtures_are_transformers_with_its_eager_experts(checkpoints: F
 def tiny_mixture(router: Any, num_experts: int) -> mixtures.Mixture:
     torch.manual_seed(0)
     cfg = Mixture(num_experts=num_experts, top_k=2, intermediate_size=3, activation="silu", router=router)
-    return mixtures.Mixture(cfg, 5).double().eval()
+    mixture = mixtures.Mixture(cfg, 5).double().eval()
+    for parameter in mixture.parameters():
+        nn.init.normal_(parameter)
+    with torch.no_grad():
+        mixture.router.weight.mul_(20)  # choices that a step does not change
+    return mixture
 
 
 @pytest.mark.parametrize("num_experts", [4, 40])
@@ -246,14 +249,12 @@ def test_a_float64_mixtures_gradients_are_its_slopes(router: Any, step: float, n
     """A softmax router's softmax is float32 in every dtype, as transformers': a finer step would be lost in it."""
     mixture = tiny_mixture(router, num_experts)
     x = torch.randn(1, 3, 5, dtype=torch.float64, requires_grad=True)
-    with torch.no_grad():
-        mixture.router.weight.mul_(20)  # choices that a step does not change
     inputs = (x, mixture.experts.gate_up.detach().requires_grad_(), mixture.experts.down.detach().requires_grad_())
 
     def run(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return torch.func.functional_call(mixture, {"experts.gate_up": gate_up, "experts.down": down}, (x,))
 
-    assert torch.autograd.gradcheck(run, inputs, eps=step, atol=1e-3, rtol=1e-3)
+    assert torch.autograd.gradcheck(run, inputs, eps=step, atol=1e-3, rtol=1e-3, fast_mode=True)
 
 
 # -- what a device is asked for ------------------------------------------------------------------------------------
@@ -301,15 +302,15 @@ class _NoNumberBelow(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def passes(model: HookedTransformer, device: str = "cpu") -> Iterator[Callable[[], Tensor]]:
+def passes(model: HookedTransformer) -> Iterator[Callable[[], Tensor]]:
     """A plain pass, a masked one, steps of a cache with no mask, one of the new positions and one of all, and the same
     with a cache of values; each without what a user does before."""
-    tokens, step = prompt().to(device), prompt(1).to(device)
-    mask = left_padded(prompt()).to(device)
+    tokens, step, mask = prompt(), prompt(1), left_padded(prompt())
     longer = torch.cat((mask, torch.ones_like(step)), dim=1)
     yield lambda: model(tokens)
     yield lambda: model(tokens, attention_mask=mask)
     yield lambda: model(tokens, attention_mask=torch.ones_like(mask))
+    yield lambda: model(tokens, attention_mask=mask, return_type="loss")
     yield lambda: model.run_with_cache(tokens)[0]
     yield lambda: model.run_with_cache(tokens, attention_mask=mask)[0]
     for first, then in ((None, None), (mask, None), (mask, longer), (mask, torch.ones_like(step))):
@@ -320,12 +321,9 @@ def passes(model: HookedTransformer, device: str = "cpu") -> Iterator[Callable[[
 
 
 @pytest.mark.parametrize("recipe", [*BASES, MANY, LONGROPE], ids=lambda recipe: recipe.id)
-@pytest.mark.parametrize("gradients", [False, True])
-def test_no_number_is_asked_of_a_device(
-    checkpoints: Folders, recipe: Recipe, gradients: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_is_asked_of_a_device(checkpoints: Folders, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a look is free and saves work, so it is taken there; where the memory is another's, it is not."""
-    for attn in ("sdpa", "eager"):
+    for attn, gradients in (("sdpa", False), ("eager", True)):
         model = HookedTransformer.from_pretrained(checkpoints(recipe), attn_implementation=attn)
         with torch.set_grad_enabled(gradients):
             expected = [run() for run in passes(model)]
@@ -357,13 +355,14 @@ def test_a_number_asked_for_is_noticed() -> None:
 @every_family
 def test_a_device_without_numbers_runs_it_all(checkpoints: Folders, base: Recipe) -> None:
     """The meta device has no numbers to ask for, and refuses to."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for attn in ("sdpa", "eager"):
-            model = HookedTransformer.from_pretrained(checkpoints(base), dtype=dtype, attn_implementation=attn).to(
-                "meta"
-            )
-            with torch.no_grad():
-                assert all(run().is_meta for run in passes(model, "meta"))
+    tokens, mask = prompt().to("meta"), left_padded(prompt()).to("meta")
+    for dtype, attn in ((torch.float32, "sdpa"), (torch.float16, "eager")):
+        model = HookedTransformer.from_pretrained(checkpoints(base), dtype=dtype, attn_implementation=attn).to("meta")
+        with torch.no_grad():
+            assert model.run_with_cache(tokens)[0].is_meta
+            cache = KVCache(model)
+            model(tokens, attention_mask=mask, kv_cache=cache)
+            assert model(tokens[:, :1], attention_mask=torch.cat((mask, mask[:, -1:]), dim=1), kv_cache=cache).is_meta
 
 
 # -- in the memory of what is no longer needed ---------------------------------------------------------------------
@@ -412,3 +411,80 @@ def test_vmap_takes_few_rows_of_many_experts(checkpoints: Folders) -> None:
             warnings.simplefilter("ignore")
             logits = torch.func.vmap(model)(prompt(1)[:, None])
             torch.testing.assert_close(logits[:, 0], model(prompt(1)))
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+COMPILED = """
+import sys, warnings, torch
+from tests.tiny import prompt
+from transformer_std import HookedTransformer
+from transformer_std.kv_cache import KVCache
+warnings.simplefilter("ignore")
+
+def compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="eager")
+
+def close(ours, theirs):  # a mask of ones goes through the masked kernel
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+torch.set_grad_enabled(False)
+tokens = prompt()
+ones, left, right = (torch.ones_like(tokens) for _ in range(3))
+left[0, :3], right[1, -2:] = 0, 0
+for folder in sys.argv[1:]:
+    model = HookedTransformer.from_pretrained(folder)
+    run = compiled(model)
+    for mask in (ones, left, right):
+        close(run(tokens, attention_mask=mask), model(tokens, attention_mask=mask))
+    close(run(tokens, attention_mask=left, return_type="loss"), model(tokens, attention_mask=left, return_type="loss"))
+    run = compiled(model)
+    for first, then in ((ones, None), (left, torch.cat((left, ones[:, :1]), 1))):
+        answers = []
+        for each in (run, model):
+            cache = KVCache(model)
+            each(tokens, attention_mask=first, kv_cache=cache)
+            answers.append(each(tokens[:, :1], attention_mask=then, kv_cache=cache))
+        close(*answers)
+    half = HookedTransformer.from_pretrained(folder, dtype=torch.float16, attn_implementation="eager")
+    close(compiled(half)(tokens), half(tokens))
+"""
+
+SWEPT = """
+import sys, warnings, torch
+from tests.tiny import prompt
+from transformer_std import HookedTransformer
+warnings.simplefilter("ignore")
+torch.set_grad_enabled(False)
+model, tokens = HookedTransformer.from_pretrained(sys.argv[1]), prompt()
+graphs = torch._dynamo.utils.counters["stats"]
+compiled = torch.compile(model, fullgraph=True, backend="eager")
+compiled(tokens)
+with torch.compiler.set_stance("eager_on_recompile"):
+    for layer in range(model.num_layers):
+        for value in ("layer_input", "attention_output", "attention_queries", "attention_probabilities", "mlp_output"):
+            for double in (lambda value, hook: value * 2, lambda value, hook: value + 1):
+                with model.hooks(fwd_hooks=[((value, layer), double)]):
+                    assert torch.equal(compiled(tokens), model(tokens)), (value, layer)
+    torch.testing.assert_close(compiled(tokens), model(tokens))
+assert graphs["unique_graphs"] == 1, graphs
+"""
+
+
+def run_apart(script: str, *arguments: str) -> None:
+    """In a process of its own, since the tests' type checks are nothing to compile."""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_compiled_as_one_graph_it_takes_masks(checkpoints: Folders) -> None:
+    """With masks, with a cache and masks, for the loss, and on the open path in float16, which looks where it can."""
+    run_apart(COMPILED, *(str(checkpoints(base)) for base in BASES))
+
+
+def test_compiled_a_sweep_of_hooks_needs_one_graph(checkpoints: Folders) -> None:
+    """More hooks in turn than torch compiles graphs for: in the stance that the README names they run as without a
+    compiler, and plain passes stay compiled."""
+    run_apart(SWEPT, str(checkpoints(BASES[0])))

@@ -18,6 +18,7 @@ from transformer_std.analysis import Analysis
 from transformer_std.components.blocks import BLOCKS
 from transformer_std.components.functions import prompt_angles, real_positions, rotary_angles, seen_keys, visible
 from transformer_std.components.norms import build_norm
+from transformer_std.components.tracing import can_look
 from transformer_std.config import TransformerConfig
 from transformer_std.generation import Generation
 from transformer_std.hook_points import HookPoint, laid_out_as
@@ -461,9 +462,13 @@ def next_token_loss(
     """Cross-entropy, in nats and float32, of each real token given the real tokens before it: the mean, or
     `per_token`, with NaN where there is none."""
     real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
-    if tokens.shape[1] == 1 or (real is not None and not real.any()):
+    seen = real is not None and can_look(real)
+    if tokens.shape[1] == 1 or (seen and not real.any()):
         raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
     losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
     if per_token:
         return losses if real is None else losses.masked_fill(~real, torch.nan)
-    return losses.mean() if real is None else losses[real].mean()
+    if real is None:
+        return losses.mean()
+    # Where nobody looks, no tensor's size can hang on the mask; without a real transition the mean is then NaN.
+    return losses[real].mean() if seen else losses.where(real, 0).sum() / real.sum()
