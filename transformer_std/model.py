@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from transformer_std.analysis import Analysis
 from transformer_std.components.blocks import BLOCKS
-from transformer_std.components.functions import prompt_angles, real_positions, rotary_angles, seen_keys, visible
+from transformer_std.components.functions import (
+    documents,
+    prompt_angles,
+    real_positions,
+    rotary_angles,
+    seen_keys,
+    visible,
+)
 from transformer_std.components.norms import build_norm
 from transformer_std.components.tracing import can_look
 from transformer_std.config import TransformerConfig
@@ -207,7 +214,8 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
                 or with `start_at_layer` the stream [batch seq hidden_size] entering that block.
             attention_mask: [batch seq], zeros for padding. A mask given wins over the input's own. With a `kv_cache` it
                 is of the new positions, or of the ones that the cache holds and the new ones.
-            position_ids: [batch seq]. Without them positions count real tokens from 0.
+            position_ids: [batch seq]. Without them positions count real tokens from 0. Without an attention_mask or a
+                kv_cache, a position of 0 inside a row begins another document: each sees itself alone.
             kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
                 were given, also where a longrope's factors change later.
             return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
@@ -242,9 +250,12 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
             attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
         padding, seq = real_positions(attention_mask), stream.shape[1]
-        logits = None
+        logits, packed = None, None
+        if position_ids is not None:
+            position_ids = self._check_positions(position_ids, stream)
+            packed = documents(position_ids) if given is None and kv_cache is None else None
         with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
-            stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
+            stream = self._run_blocks(stream, padding, packed, position_ids, kv_cache, first, last)
             if stop_at_layer is None:
                 logits = self._read_out(stream, padding, last_logits_only, needed=return_type is not None)
             if kv_cache is not None:
@@ -255,7 +266,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         if return_type in ("logits", None):
             return logits if return_type else None
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
-        loss = next_token_loss(logits, tokens, mask, loss_per_token)
+        loss = next_token_loss(logits, tokens, real_transitions(mask, packed), loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
     def _read_input(
@@ -324,6 +335,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         self,
         stream: Residual,
         padding: Tensor | None,
+        packed: Tensor | None,
         position_ids: Tensor | None,
         kv_cache: KVCache | None,
         first: int,
@@ -338,9 +350,10 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
                 position_ids = torch.arange(past, past + seq, device=device)[None]
             elif position_ids is None:
                 position_ids = (padding.cumsum(-1) - 1).clamp(min=0)[:, past:]
-            positions = self._check_positions(position_ids, stream)
-            angles = [rotary and rotary_angles(rotary, positions, dtype) for rotary in self._rotaries]
-        masks = [visible(padding, seq, seen_keys(past, seq, window), window, device) for window in self._windows]
+            angles = [rotary and rotary_angles(rotary, position_ids, dtype) for rotary in self._rotaries]
+        masks = [
+            visible(padding, seq, seen_keys(past, seq, window), window, device, packed) for window in self._windows
+        ]
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
         # What is to be computed again in the backward, under activation checkpointing, knows whose hooks it has.
@@ -456,12 +469,17 @@ def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | No
     return values.gather(1, at[:, None, None].to(values.device).expand(-1, 1, values.shape[2]))
 
 
+def real_transitions(mask: Tensor | None, packed: Tensor | None) -> Bool[Tensor, "batch transitions"] | None:
+    """False where one of two neighbours is padding, or of another document; None where there is neither."""
+    real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
+    return real if packed is None else packed[:, :-1] == packed[:, 1:]
+
+
 def next_token_loss(
-    logits: Logits, tokens: Tokens, mask: Tensor | None, per_token: bool = False
+    logits: Logits, tokens: Tokens, real: Bool[Tensor, "batch transitions"] | None, per_token: bool = False
 ) -> Float[Tensor, ""] | Float[Tensor, "batch transitions"]:
     """Cross-entropy, in nats and float32, of each real token given the real tokens before it: the mean, or
     `per_token`, with NaN where there is none."""
-    real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
     seen = real is not None and can_look(real)
     if tokens.shape[1] == 1 or (seen and not real.any()):
         raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
