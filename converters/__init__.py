@@ -71,7 +71,7 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
     folder = _folder(source) or download(str(source), revision, weights=False)
-    if (own := _own_config(folder, saving.read_header(folder / saving.WEIGHTS))) is not None:
+    if (own := own_config(folder, saving.read_header(folder / saving.WEIGHTS))) is not None:
         return own
     if (folder / ADAPTER).exists():
         base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
@@ -83,7 +83,7 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     return _with_generation(config, _read_json(generation)) if generation.exists() else config
 
 
-def _own_config(folder: Path, header: dict[str, str]) -> TransformerConfig | None:
+def own_config(folder: Path, header: dict[str, str]) -> TransformerConfig | None:
     """The config of a checkpoint in our own format, None of another. The header of the weights wins: it is of the same
     save as they are, whoever saves meanwhile."""
     file, written = folder / OUR_CONFIG, header.get(saving.CONFIG_KEY)
@@ -171,7 +171,7 @@ def load(
     else:
         folder = folder_of(source, revision)
         config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
-        own = _own_config(folder, tensors.header)
+        own = own_config(folder, tensors.header)
         config = own or config
         rules = own_rules(tensors) if own else family_of(config).WEIGHTS
         tokenizer = tokenizer or saving.find_tokenizer(tensors.header, folder)

@@ -156,9 +156,9 @@ def _released(
         raise CheckpointError(f"transformers loads folders, not a file like {source}: verify its folder")
     folder = converters.folder_of(source, revision)
     config, tensors = converters.read_config(folder), Checkpoint(folder)
-    if (folder / converters.OUR_CONFIG).exists():
+    if own := converters.own_config(folder, tensors.header):
         with _exported(HookedTransformer.from_pretrained(folder, dtype=dtype)) as exported:
-            yield exported, config, tensors, own_rules(tensors)
+            yield exported, own, tensors, own_rules(tensors)
     else:
         yield folder, config, tensors, converters.family_of(config).WEIGHTS
 

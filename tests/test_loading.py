@@ -243,7 +243,8 @@ def test_our_own_config_that_lies_is_refused(checkpoints: Folders, tmp_path: Pat
         ({"dtype": "float7"}, "config.dtype is 'float7'"),
     ]
     for lie, message in lies:
-        (tmp_path / "transformer_std.json").write_text(json.dumps({**config, **lie}))
+        header = {"format": "pt", "transformer_std": json.dumps({**config, **lie})}
+        save_file(tensors_of(tmp_path), tmp_path / "model.safetensors", header)
         with pytest.raises((converters.ConfigError, converters.CheckpointError), match=message):
             HookedTransformer.from_pretrained(tmp_path)
 

@@ -84,11 +84,11 @@ def test_what_our_own_format_says_otherwise_is_found(checkpoints: Folders, tmp_p
     folder = checkpoints(BASES[0])
     model = HookedTransformer.from_pretrained(folder)
     model.save_pretrained(tmp_path)
-    path = tmp_path / "transformer_std.json"
-    config = json.loads(path.read_text())
+    config = json.loads((tmp_path / "transformer_std.json").read_text())
     for layer in config["layers"]:
         layer["attention"]["rotary"]["theta"] = 5000.0
-    path.write_text(json.dumps(config))
+    header = {"format": "pt", "transformer_std": json.dumps(config)}
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", header)
     report = converters.verify(tmp_path)
     assert not report.bit_equal
     assert report.unlike_tensors == ()
