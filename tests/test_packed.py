@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_a_document_in_a_packed_row_computes_what_it_computes_alone(
     model = HookedTransformer.from_pretrained(checkpoints(recipe), attn_implementation=attn)
     logits, losses = model(prompt(), position_ids=POSITIONS, return_type="both", loss_per_token=True)
     for row, bounds in enumerate(STARTS):
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             alone, loss = model(prompt()[row : row + 1, start:end], return_type="both", loss_per_token=True)
             # Of other sizes, products and kernels round otherwise: a few units of float32.
             torch.testing.assert_close(logits[row, start:end], alone[0], rtol=1e-4, atol=2e-5)
