@@ -494,7 +494,7 @@ def test_copies_are_models_of_their_own(model: HookedTransformer) -> None:
     ("call", "message"),
     [
         (lambda m: m(torch.randn(2, 3, 96)), "a stream .* goes with start_at_layer"),
-        (lambda m: m(torch.tensor([1, 2, 3])), r"token ids \[batch seq\]"),
+        (lambda m: m(torch.tensor(3)), r"token ids \[batch seq\]"),
         (lambda m: m(torch.empty(1, 0, dtype=torch.long)), "no tokens"),
         (lambda m: m(torch.tensor([[5, 131]])), "token ids run from 5 to 131; the vocabulary has 131"),
         (

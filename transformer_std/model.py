@@ -370,12 +370,13 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         head = needed or any(point.watched for point in (self.lm_head_output, self.logits, self.next_token_probs))
         if not (head or self.final_norm_output.watched):
             return None
-        read = normed = self.final_norm_output(self.norm(stream))
+        normed = self.final_norm_output(self.norm(stream))
         if not head:
             return None
-        if last_only:  # laid out as the slice: what a head rounds to depends on its input's strides
-            last = normed[:, -1:]
-            read = last if padding is None else laid_out_as(last_positions(normed, padding), last)
+        read = normed[:, -1:] if last_only else normed
+        if last_only and padding is not None and normed.shape[1] > 1:
+            # Laid out as the slice: what a head rounds to depends on its input's strides.
+            read = laid_out_as(last_positions(normed, padding), read)
         logits = self.logits(self.lm_head_output(self.lm_head(read)))
         if self.next_token_probs.watched:
             last = last_positions(logits, None if last_only else padding)
@@ -462,7 +463,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
 def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | None) -> Float[Tensor, "batch 1 axis"]:
     """Each row's entry at its last real position; the last position's where a row has none."""
     seq = values.shape[1]
-    if padding is None:
+    if padding is None or seq == 1:
         return values[:, -1:]
     numbers = torch.arange(1, seq + 1, device=padding.device)
     at = ((padding[:, -seq:] * numbers).amax(-1) - 1) % seq
