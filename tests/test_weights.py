@@ -164,6 +164,19 @@ def test_torchs_own_reparametrizations_count(checkpoints: Folders) -> None:
     assert float((attention.W_Q == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
+@torch.no_grad()
+def test_a_large_bias_rounds_nothing_of_an_adapted_weight_away(checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(NAMED["phi-base"]), dtype=torch.bfloat16)
+    o = model.layers[1].self_attn.o
+    o.bias += 5
+    expected = o.weight.T.unflatten(0, (6, 16))
+    model.layers[1].self_attn.o = Hidden(o).bfloat16()
+    model.layers[1].self_attn.o.writes.zero_()
+    # At the unit vectors alone the answers would be 5 and a little, to the next 1/32. A bfloat16 has 8 bits.
+    torch.testing.assert_close(model.layers[1].self_attn.W_O, expected, rtol=2**-7, atol=5 * 2**-7 / 256)
+    assert torch.equal(model.layers[1].self_attn.b_O, o.bias)
+
+
 class Bent(Hidden):
     """An adapter that is no linear map."""
 
@@ -184,6 +197,7 @@ def test_what_has_no_weight_is_refused_by_name(checkpoints: Folders) -> None:
     """And the run whose cache would have it among others goes on."""
     model = HookedTransformer.from_pretrained(checkpoints(NAMED["qwen2_moe-base"]))
     clean = model(prompt())
+    torch.manual_seed(0)
     for name in ("layers.1.self_attn.o", "lm_head"):
         put(model, name, Bent(model.get_submodule(name)))
     for layer in (0, 2):

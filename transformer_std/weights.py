@@ -15,6 +15,7 @@ from transformer_std.hook_points import Host
 from transformer_std.modules import Linear
 
 LARGE = 256.0  # of the unit vectors, so that a bias beside a small weight rounds little of it away
+TF32 = 2.0**-10  # what a product of float32 matrices may be rounded to on a GPU
 
 
 class UnreadableWeight(RuntimeError):
@@ -42,7 +43,8 @@ def linear_map(host: Host, name: str, width: int) -> tuple[Float[Tensor, "out wi
     bias = answers[width]
     columns = (answers[:width] - bias) / LARGE
     wrong = answers[-1] - bias - asked[-1] @ columns
-    if wrong.norm() > 0.05 * columns.norm() * mixed.norm() / math.sqrt(width):
+    rounding = 6 * max(torch.finfo(answers.dtype).eps, TF32)
+    if wrong.norm() > rounding * columns.norm() * mixed.norm() / math.sqrt(width):
         raise UnreadableWeight(f"{where} is {type(module).__name__}, no linear map, so it has no weight to read")
     return columns.mT, bias
 
