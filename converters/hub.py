@@ -12,7 +12,7 @@ from transformer_std.saving import TOKENIZER_FILES
 
 ADAPTER = "adapter_config.json"
 CONFIGS = ["config.json", OUR_CONFIG, ADAPTER]
-EXTRA = ["generation_config.json", *TOKENIZER_FILES, "tokenizer-*/*"]  # the last is where our own format has it
+EXTRA = ["generation_config.json", *TOKENIZER_FILES, f"tokenizer-{'[0-9a-f]' * 16}/*"]  # the last in our own format
 
 
 def download(repo: str, revision: str | None = None, *, weights: bool = True) -> Path:

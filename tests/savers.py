@@ -35,10 +35,12 @@ def tokenizer_of(model: HookedTransformer) -> bytes:
 
 def held(folder: Path, models: list[HookedTransformer], racing: bool = False) -> int | None:
     """Which of the models a folder holds, whole; None where it holds no checkpoint."""
+    if not folder.exists():
+        return None
     try:
         found = HookedTransformer.from_pretrained(folder)
     except converters.CheckpointError as error:
-        if "has no config.json" in str(error) or "is neither a folder here" in str(error):
+        if "has no config.json" in str(error):
             return None
         raise
     same = [

@@ -203,7 +203,7 @@ def test_a_folder_that_is_there_is_kept_and_its_parent_left_alone(
         return checked
 
     with monkeypatch.context() as patch:
-        for name in ("rename", "replace", "rmdir", "unlink", "remove", "chmod"):
+        for name in ("mkdir", "rename", "replace", "rmdir", "unlink", "remove", "chmod"):
             patch.setattr(os, name, guarded(getattr(os, name)))
         patch.setattr(Path, "touch", guarded(Path.touch))
         write(models[0], folder)
@@ -392,7 +392,11 @@ def test_a_model_saved_over_where_it_came_from_keeps_its_tokenizer(
     assert model.tokenizer.eos_token == "<end0>"
     model.tokenizer.chat_template = "{{ messages }}"
     model.save_pretrained(tmp_path)
-    assert load(tmp_path).tokenizer.chat_template == "{{ messages }}"
+    model = load(tmp_path)
+    (model._tokenizer / "vocab.txt").write_text("as some tokenizers have it")
+    model.save_pretrained(tmp_path)  # not read yet
+    assert model.tokenizer.chat_template == "{{ messages }}"
+    assert len(list(tmp_path.glob("tokenizer-*/vocab.txt"))) == len(list(tmp_path.glob("tokenizer-*"))) == 1
 
 
 def test_a_header_names_no_folder_elsewhere(models: list[HookedTransformer], pair: list[Path], tmp_path: Path) -> None:

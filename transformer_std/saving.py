@@ -70,7 +70,7 @@ def save(model: HookedTransformer, folder: str | Path) -> None:
             beside.rename(written / header[TOKENIZER_KEY])
         write_weights(written / WEIGHTS, weights(model), header)
         write_json(written / CONFIG, config)
-    if isinstance(model._tokenizer, (str, Path)) and not (Path(model._tokenizer) / TOKENIZER_CONFIG).exists():
+    if isinstance(model._tokenizer, (str, Path)) and not _tokenizer_files(Path(model._tokenizer)):
         model._tokenizer = Path(folder) / header[TOKENIZER_KEY]  # it was of the save that this one replaced
 
 
@@ -102,7 +102,8 @@ def _refuse_another(folder: Path) -> None:
 def _move_own(written: Path, folder: Path) -> None:
     new = {each.name for each in written.iterdir()}
     if (folder / CONFIG).exists() and CONFIG_KEY not in read_header(folder / WEIGHTS):
-        _remove_tokenizer(folder)  # an older version's: it had the files beside the weights, where they would be found
+        for file in _tokenizer_files(folder):  # an older version's: beside the weights, where they would be found
+            file.unlink()
     for name in new - {WEIGHTS, CONFIG}:
         if not (folder / name).exists():
             (written / name).rename(folder / name)
@@ -113,12 +114,6 @@ def _move_own(written: Path, folder: Path) -> None:
     for each in folder.iterdir():
         if TOKENIZER_FOLDER.fullmatch(each.name) and each.name not in new:
             shutil.rmtree(each, ignore_errors=True)
-
-
-def _remove_tokenizer(folder: Path) -> None:
-    for pattern in TOKENIZER_FILES:
-        for file in folder.glob(pattern):
-            file.unlink()
 
 
 def _named_by_content(folder: Path) -> str:
@@ -220,13 +215,18 @@ def write_tokenizer(model: HookedTransformer, folder: Path) -> None:
     if not isinstance(source, (str, Path)) or (isinstance(source, str) and not Path(source).is_dir()):  # a Hub id
         model.tokenizer.save_pretrained(str(folder))
         return
-    files = [file for pattern in TOKENIZER_FILES for file in Path(source).glob(pattern)]
-    if not files:
+    if not (files := _tokenizer_files(Path(source))):
         raise FileNotFoundError(f"{source} holds no tokenizer (any more): set model.tokenizer, to None for none")
     for file in files:
         target = folder / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """All that is in a folder of a tokenizer's own; of a checkpoint's folder, what a tokenizer reads."""
+    patterns = ["**/*"] if TOKENIZER_FOLDER.fullmatch(folder.name) else TOKENIZER_FILES
+    return [file for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
 
 
 def write_json(file: Path, values: Any) -> None:
