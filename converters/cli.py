@@ -151,7 +151,7 @@ def verify(
         console.print(Text("tensor read otherwise: ", style="red") + Text(printable(name)), soft_wrap=True)
     console.print(printable(report.summary), soft_wrap=True)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_report(json_file, report.to_dict())
     raise typer.Exit(0 if report.bit_equal else 1)
 
 
@@ -262,6 +262,16 @@ def check_writable(file: Path) -> None:
     file.open("a").close()
     if not there:
         file.unlink()
+
+
+def write_report(file: Path, report: dict[str, Any]) -> None:
+    """Writes a report whole, or leaves no file."""
+    try:
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError:
+        if file.is_file():  # and no device
+            file.unlink()
+        raise
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

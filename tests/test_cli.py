@@ -243,6 +243,15 @@ def test_a_report_that_cannot_be_written(
     assert "sdpa: bit-equal\n" in output
     assert "│ random tokens [2, 64] " in output
     assert output.count("error: ") == output.count("No space left on device") == 1
+
+    def half(file: Path, text: str, **_: Any) -> None:
+        file.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        assert run("verify", checkpoints(BASES[0]), "--json", tmp_path / "half.json")[0] == 2
+    assert not (tmp_path / "half.json").exists()
     compare = mock.Mock(side_effect=AssertionError("it was compared"))
     monkeypatch.setattr("converters.verify", compare)
     for file in (tmp_path / "no" / "report.json", tmp_path):
