@@ -23,7 +23,7 @@ from tests.tiny import BASES, LENGTH, RECIPES, VOCAB, Recipe, edit_config, load_
 from transformer_std import HookedTransformer
 from transformer_std.components import mixture as mixtures
 from transformer_std.components import tracing
-from transformer_std.components.reuse import filled, plus, tanh, times
+from transformer_std.components.reuse import filled, plus, times
 from transformer_std.config import Mixture, SoftmaxTopK, SparseMixer
 from transformer_std.kv_cache import KVCache
 
@@ -152,7 +152,7 @@ def test_what_ran_before_leaves_no_trace(own_copy: Folders, recipe: Recipe, numb
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_the_default_dtype_changes_no_bit(checkpoints: Folders, dtype: torch.dtype) -> None:
     for recipe in (*BASES, named("phimoe-longrope")):  # whose two scales are told apart in the forward
-        tokens = prompt(max(recipe.lengths))
+        tokens = prompt(recipe.lengths[0])
         reference = load_reference(checkpoints(recipe), attn="sdpa")
         expected = reference(tokens).logits
         model = HookedTransformer.from_pretrained(checkpoints(recipe))
@@ -232,8 +232,8 @@ def test_float64_mixtures_are_transformers_with_its_eager_experts(checkpoints: F
 
 def tiny_mixture(router: Any, num_experts: int) -> mixtures.Mixture:
     torch.manual_seed(0)
-    cfg = Mixture(num_experts=num_experts, top_k=2, intermediate_size=3, activation="silu", router=router)
-    mixture = mixtures.Mixture(cfg, 5).double().eval()
+    cfg = Mixture(num_experts=num_experts, top_k=2, intermediate_size=2, activation="silu", router=router)
+    mixture = mixtures.Mixture(cfg, 4).double().eval()
     for parameter in mixture.parameters():
         nn.init.normal_(parameter)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def tiny_mixture(router: Any, num_experts: int) -> mixtures.Mixture:
 def test_a_float64_mixtures_gradients_are_its_slopes(router: Any, step: float, num_experts: int) -> None:
     """A softmax router's softmax is float32 in every dtype, as transformers': a finer step would be lost in it."""
     mixture = tiny_mixture(router, num_experts)
-    x = torch.randn(1, 3, 5, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
     inputs = (x, mixture.experts.gate_up.detach().requires_grad_(), mixture.experts.down.detach().requires_grad_())
 
     def run(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -375,18 +375,17 @@ def test_arithmetic_in_place_is_the_same_arithmetic() -> None:
             with torch.set_grad_enabled(gradients):
                 other = y.to(dtype).requires_grad_(gradients)
                 for mine, theirs in ((times, torch.mul), (plus, torch.add)):
-                    for operand in (other, 0.3, other[0]):
+                    for operand in (other, other[0], *((0.3,) if mine is times else ())):
                         expected = theirs(x, operand)
                         assert torch.equal(mine(x.clone(), operand), expected)
                         assert mine(x.clone(), operand).dtype == expected.dtype
-                assert torch.equal(tanh(x.clone()), torch.tanh(x))
                 assert torch.equal(filled(x.clone(), mask, -2.0), x.masked_fill(mask, -2.0))
 
 
 def test_arithmetic_in_place_allocates_nothing_where_nobody_records() -> None:
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     with torch.no_grad():
-        for done in (times(x, y), plus(x, y), plus(x, 1.0), tanh(x), filled(x, y > 0, 0.0)):
+        for done in (times(x, y), plus(x, y), times(x, 2.0), filled(x, y > 0, 0.0)):
             assert done is x
     assert times(x, y.requires_grad_()) is not x
     assert times(x.requires_grad_(), 2.0) is not x
@@ -438,17 +437,19 @@ for folder in sys.argv[1:]:
     run = compiled(model)
     for mask in (ones, left, right):
         close(run(tokens, attention_mask=mask), model(tokens, attention_mask=mask))
-    close(run(tokens, attention_mask=left, return_type="loss"), model(tokens, attention_mask=left, return_type="loss"))
-    run = compiled(model)
-    for first, then in ((ones, None), (left, torch.cat((left, ones[:, :1]), 1))):
-        answers = []
-        for each in (run, model):
-            cache = KVCache(model)
-            each(tokens, attention_mask=first, kv_cache=cache)
-            answers.append(each(tokens[:, :1], attention_mask=then, kv_cache=cache))
-        close(*answers)
-    half = HookedTransformer.from_pretrained(folder, dtype=torch.float16, attn_implementation="eager")
-    close(compiled(half)(tokens), half(tokens))
+    if folder in sys.argv[2:-1]:
+        continue
+    run, answers, longer = compiled(model), [], torch.cat((left, ones[:, :1]), dim=1)
+    for each in (run, model):
+        cache = KVCache(model)
+        each(tokens, attention_mask=left, kv_cache=cache)
+        answers.append(each(tokens[:, :1], attention_mask=longer, kv_cache=cache))
+    close(*answers)
+
+close(compiled(model)(tokens, attention_mask=left, return_type="loss"),
+      model(tokens, attention_mask=left, return_type="loss"))
+half = HookedTransformer.from_pretrained(sys.argv[1], dtype=torch.float16, attn_implementation="eager")
+close(compiled(half)(tokens), half(tokens))
 """
 
 SWEPT = """
@@ -480,7 +481,8 @@ def run_apart(script: str, *arguments: str) -> None:
 
 
 def test_compiled_as_one_graph_it_takes_masks(checkpoints: Folders) -> None:
-    """With masks, with a cache and masks, for the loss, and on the open path in float16, which looks where it can."""
+    """With masks on every family; on the first and the last with a cache and masks, once each for the loss, and on the
+    open path in float16, which looks where it can."""
     run_apart(COMPILED, *(str(checkpoints(base)) for base in BASES))
 
 

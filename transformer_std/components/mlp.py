@@ -13,7 +13,7 @@ from torch import Tensor
 
 from transformer_std import config
 from transformer_std.components.norms import build_norm
-from transformer_std.components.reuse import plus, tanh, times
+from transformer_std.components.reuse import free
 from transformer_std.hook_points import HookPoint, Host
 from transformer_std.layouts import Neurons, Residual
 from transformer_std.modules import Linear
@@ -24,9 +24,10 @@ SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 def gelu_new(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """GPT-2's approximation by a tanh, in the order of its release: `F.gelu(approximate="tanh")` rounds differently."""
-    half = 0.5 * x
-    inner = times(plus(times(torch.pow(x, 3.0), 0.044715), x), SQRT_2_OVER_PI)
-    return times(half, plus(tanh(inner), 1.0))
+    half, cube = 0.5 * x, torch.pow(x, 3.0)
+    if not free(cube, half):
+        return half * (1.0 + torch.tanh(SQRT_2_OVER_PI * (x + 0.044715 * cube)))
+    return half.mul_(cube.mul_(0.044715).add_(x).mul_(SQRT_2_OVER_PI).tanh_().add_(1.0))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,27 +15,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_std.components.tracing import transformed
+transform = torch._C._functorch.peek_interpreter_stack  # None: there is no function transform under way
 
 
-def _free(x: Tensor, y: Tensor | float) -> bool:
-    number = type(y) is float
-    recorded = torch.is_grad_enabled() and (x.requires_grad or (not number and y.requires_grad))
-    return not recorded and (number or x.dtype == y.dtype) and not transformed()
+def free(x: Tensor, y: Tensor) -> bool:
+    """Whether `x`'s memory may take the result."""
+    recorded = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    return not recorded and x.dtype == y.dtype and transform() is None
 
 
 def times(x: Tensor, y: Tensor | float) -> Tensor:
-    return x.mul_(y) if _free(x, y) else x * y
+    return x.mul_(y) if free(x, x if type(y) is float else y) else x * y
 
 
-def plus(x: Tensor, y: Tensor | float) -> Tensor:
-    return x.add_(y) if _free(x, y) else x + y
-
-
-def tanh(x: Tensor) -> Tensor:
-    return x.tanh_() if _free(x, x) else torch.tanh(x)
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    return x.add_(y) if free(x, y) else x + y
 
 
 def filled(x: Tensor, mask: Tensor, value: float) -> Tensor:
     """`value` where `mask` is True."""
-    return x.masked_fill_(mask, value) if _free(x, value) else x.masked_fill(mask, value)
+    return x.masked_fill_(mask, value) if free(x, x) else x.masked_fill(mask, value)

@@ -47,11 +47,6 @@ def _one_of_many(x: Tensor) -> bool:
     return False
 
 
-def transformed() -> bool:
-    """Whether a function transform (vmap, grad, ...) is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def can_keep() -> bool:
     """Whether a tensor made now is plain, and as good for any later run: whatever stands between us and the kernels,
     nothing is kept."""
@@ -60,7 +55,7 @@ def can_keep() -> bool:
         or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or transformed()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # vmap, grad, ...
     )
 
 
