@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,33 +14,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.checkpoint import FLOATS, MERGE, Checkpoint, CheckpointError, LiveTensors
-from converters.fill import fill
-from converters.hf_config import ConfigError, ConfigReader
+from converters.checkpoint import MERGE, Checkpoint, CheckpointError, LiveTensors, parse_json, read_json
+from converters.fill import check_counts, fill, own_rules
+from converters.hf_config import DTYPES, ConfigError, ConfigReader, check, check_depth
 from converters.hub import ADAPTER, OUR_CONFIG, download
-from converters.rules import Copy, Rule
+from transformer_std import saving
 from transformer_std.config import Origin, TransformerConfig
 from transformer_std.model import HookedTransformer
 
 if TYPE_CHECKING:
+    from converters.comparing import Difference
     from converters.verification import Report
 
-__all__ = ["CheckpointError", "ConfigError", "export", "families", "family_of", "load", "read_config", "verify"]
+__all__ = ["CheckpointError", "ConfigError", "diff", "export", "families", "family_of", "load", "read_config", "verify"]
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def families() -> list[str]:
-    """The `model_type`s that can be loaded: the modules here that have a table of weights."""
-    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _family(name) is not None]
+    """The `model_type`s that can be loaded: the modules here that have a table of weights. Imports none of them."""
+    return [name for _, name, _ in pkgutil.iter_modules(__path__) if _is_family(name)]
 
 
-def _family(name: str) -> ModuleType | None:
-    if not name.isidentifier() or importlib.util.find_spec(f"{__name__}.{name}") is None:
-        return None
-    module = importlib.import_module(f"{__name__}.{name}")
-    return module if hasattr(module, "WEIGHTS") else None
+def _is_family(name: str) -> bool:
+    """Whether the module's source has the line that makes its table: importing others to see what they hold would need
+    what they need."""
+    spec = importlib.util.find_spec(f"{__name__}.{name}") if name.isidentifier() else None
+    source = spec.loader.get_source(spec.name) if spec else None  # type: ignore[union-attr]
+    return source is not None and re.search(r"^WEIGHTS\b", source, re.MULTILINE) is not None
 
 
 def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
@@ -49,11 +50,11 @@ def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
         kind = config.origin.family if config.origin else None
     else:
         kind = config.get("model_type")
-    if (module := _family(str(kind))) is None:
+    if not _is_family(str(kind)):
         alike = max((name for name in families() if str(kind).startswith(name)), key=len, default=None)
         hint = f" (another architecture than {alike}, in spite of its name)" if alike else ""
         raise ConfigError(f"model_type is {kind!r}{hint}; supported are {', '.join(families())}")
-    return module
+    return importlib.import_module(f"{__name__}.{kind}")
 
 
 def read_config(source: str | Path | dict[str, Any], revision: str | None = None) -> TransformerConfig:
@@ -70,11 +71,8 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
     folder = _folder(source) or download(str(source), revision, weights=False)
-    if (folder / OUR_CONFIG).exists():
-        try:
-            return TransformerConfig.from_dict(_read_json(folder / OUR_CONFIG))
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{folder / OUR_CONFIG} is not a config that save_pretrained wrote: {error}") from error
+    if (own := own_config(folder, saving.read_header(folder / saving.WEIGHTS))) is not None:
+        return own
     if (folder / ADAPTER).exists():
         base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
         raise CheckpointError(f"{folder} holds an adapter of {base} ({ADAPTER}): {MERGE}")
@@ -85,8 +83,24 @@ def read_config(source: str | Path | dict[str, Any], revision: str | None = None
     return _with_generation(config, _read_json(generation)) if generation.exists() else config
 
 
+def own_config(folder: Path, header: dict[str, str]) -> TransformerConfig | None:
+    """The config of a checkpoint in our own format, None of another. The header of the weights wins: it is of the same
+    save as they are, whoever saves meanwhile."""
+    file, written = folder / OUR_CONFIG, header.get(saving.CONFIG_KEY)
+    if written is None and not file.exists():
+        return None
+    where = str(file) if written is None else f"the header of {folder / saving.WEIGHTS}"
+    values = _read_json(file) if written is None else parse_json(written, where, ConfigError)
+    try:
+        return check(TransformerConfig.from_dict(values))
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where} is not a config that save_pretrained wrote: {error}") from error
+
+
 def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
-    return dataclasses.replace(config, origin=dataclasses.replace(config.origin, generation=generation))
+    return check(dataclasses.replace(config, origin=dataclasses.replace(config.origin, generation=generation)))
 
 
 def _folder(source: str | Path) -> Path | None:
@@ -105,16 +119,14 @@ def folder_of(source: str | Path, revision: str | None = None) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    values = read_json(path, ConfigError)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a config")
     return values
 
 
 def _convert_config(values: dict[str, Any]) -> TransformerConfig:
+    check_depth(values)
     family = family_of(values)
     reader = ConfigReader(values, values["model_type"])
     try:
@@ -126,15 +138,13 @@ def _convert_config(values: dict[str, Any]) -> TransformerConfig:
     reader.done()
     dtype = values.get("dtype") or values.get("torch_dtype")
     dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"config.dtype is {dtype!r}; weights are {', '.join(DTYPES)}")
-    return dataclasses.replace(config, dtype=dtype, origin=Origin(values["model_type"], values))
+    return check(dataclasses.replace(config, dtype=dtype, origin=Origin(values["model_type"], values)))
 
 
 def load(
     source: Any,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     device_map: Any = None,
     max_memory: Any = None,
@@ -145,9 +155,10 @@ def load(
 ) -> HookedTransformer:
     """What `HookedTransformer.from_pretrained` does; its arguments are described there."""
     tensors: Checkpoint | LiveTensors
-    if dtype is not None and dtype not in DTYPES.values():
-        raise TypeError(f"dtype is {dtype!r}: give one of {', '.join(f'torch.{name}' for name in DTYPES)}")
-    if not isinstance(source, (str, Path)) and not hasattr(source, "config"):
+    dtype = as_dtype(dtype)
+    for inside in ("_orig_mod", "module"):  # of torch.compile's wrapper, of a data-parallel one
+        source = getattr(source, inside, source)
+    if isinstance(source, HookedTransformer) or not (isinstance(source, (str, Path)) or hasattr(source, "config")):
         raise TypeError(
             f"source is {type(source).__name__}: give a folder, a file, a Hub id, or a live transformers model"
         )
@@ -155,15 +166,18 @@ def load(
         config = _convert_config(source.config.to_dict())
         generation = source.generation_config.to_dict() if getattr(source, "generation_config", None) else {}
         config = _with_generation(config, generation)
-        rules, tensors = family_of(config).WEIGHTS, LiveTensors(source.state_dict())
+        rules, tensors = family_of(config).WEIGHTS, LiveTensors.of(source)
         dtype = dtype or next(source.parameters()).dtype
     else:
         folder = folder_of(source, revision)
         config, tensors = read_config(folder), Checkpoint(Path(source) if Path(source).is_file() else folder)
-        rules = _own_rules(config) if (folder / OUR_CONFIG).exists() else family_of(config).WEIGHTS
-        tokenizer = tokenizer or (folder if (folder / "tokenizer_config.json").exists() else None)
+        own = own_config(folder, tensors.header)
+        config = own or config
+        rules = own_rules(tensors) if own else family_of(config).WEIGHTS
+        tokenizer = tokenizer or saving.find_tokenizer(tensors.header, folder)
     if dtype is None and config.dtype is not None:
-        dtype = getattr(torch, config.dtype)
+        dtype = DTYPES[config.dtype]
+    check_counts(config, tensors, rules)
     with torch.device("meta"):
         model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
     fill(model, tensors, rules, dtype)
@@ -174,9 +188,15 @@ def load(
     return model if device is None else model.to(device)
 
 
-def _own_rules(config: TransformerConfig) -> list[Rule]:
-    with torch.device("meta"):
-        return [Copy(name, name) for name, _ in HookedTransformer(config).named_parameters()]
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype itself, or by its name; None, or "auto", where the checkpoint is to say. Raises `TypeError` on one that
+    weights do not have."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise TypeError(f"dtype is {dtype!r}: give 'auto', or one of {', '.join(DTYPES)}, as text or as torch's")
+    return found
 
 
 def export(model: HookedTransformer, folder: str | Path, **options: Any) -> None:
@@ -186,8 +206,15 @@ def export(model: HookedTransformer, folder: str | Path, **options: Any) -> None
     exporting.export(model, folder, **options)
 
 
-def verify(source: str | Path, **options: Any) -> Report:
+def verify(source: str | Path | HookedTransformer, **options: Any) -> Report:
     """Compares our model of a checkpoint with transformers': see `converters.verification.verify`."""
     from converters import verification
 
     return verification.verify(source, **options)
+
+
+def diff(a: Any, b: Any, **options: Any) -> Difference:
+    """Compares two checkpoints value by value: see `converters.comparing.diff`."""
+    from converters import comparing
+
+    return comparing.diff(a, b, **options)

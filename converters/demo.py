@@ -13,6 +13,7 @@ import torch
 import converters
 from converters.verification import verify
 from transformer_std import HookedTransformer
+from transformer_std.optional import transformers_for
 
 TEXT = "the cat sat on the mat and the dog ran to the red house by the sea"
 PROMPT = "the cat sat on the red mat"
@@ -20,27 +21,27 @@ PROMPT = "the cat sat on the red mat"
 
 def make_tokenizer(folder: Path, **special: str) -> int:
     """Writes a tokenizer of the words of `TEXT`, one token each, that adds nothing; returns its size."""
+    transformers = transformers_for("the tokenizer")
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", *special.values(), *dict.fromkeys(TEXT.split())]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+    fast.save_pretrained(folder)
     return len(words)
 
 
 def make_checkpoint(family: str, folder: Path, **settings: Any) -> None:
     """Writes a tiny checkpoint of `family` as transformers writes one, every parameter away from its initial value."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    transformers = transformers_for("making a checkpoint")
     size = make_tokenizer(folder, eos_token="<eos>")
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         family, **{"vocab_size": size + 3, **special, **converters.family_of({"model_type": family}).TINY, **settings}
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     shake(model)
     model.save_pretrained(folder)
 
@@ -67,11 +68,12 @@ class Finding:
 
 
 @torch.no_grad()
-def demonstrate() -> Iterator[Finding]:
-    """Makes, loads, compares, caches and intervenes, a family at a time."""
+def demonstrate(keep: Path | None = None) -> Iterator[Finding]:
+    """Makes, loads, compares, caches and intervenes, a family at a time. Each family's checkpoint stays in `keep`, in a
+    folder of its name."""
     for family in converters.families():
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = (keep or Path(scratch)) / family
             make_checkpoint(family, folder)
             equal = {
                 attn: verify(folder, attn_implementation=attn, prompts=[PROMPT]).bit_equal for attn in ("sdpa", "eager")

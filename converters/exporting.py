@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import converters
 from converters.hf_config import ConfigError
 from converters.progress import progress
 from converters.rules import Copy, Rule, written_by
+from transformer_std import saving
 from transformer_std.model import HookedTransformer
 
 
 def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
     """Writes a model that came from a release back as one: `config.json`, safetensors, and the tokenizer if it has one.
 
-    The folder appears when it is whole; an export that fails or is interrupted leaves none.
+    A new folder appears when it is whole. One that is there and empty is kept, and filled from within; `config.json`,
+    without which it is no checkpoint, comes last. An export that fails or is killed leaves no checkpoint, and what it
+    left is removed by the next one. Of two exports into one folder one is refused.
 
     Args:
         model: of a known family; its weights may have changed, in value and in dtype, but not in shape.
@@ -29,8 +30,10 @@ def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int 
         max_shard_size: in bytes, or as "5GB".
 
     Raises:
-        ConfigError: the model was not made from a release's config, or is no longer what its config says.
+        ConfigError: the model was not made from a release's config, or its weights are not plain tensors as its config
+            describes them (adapters, parametrisations, shards).
         FileExistsError: something is in `folder`.
+        RuntimeError: weights that are not in memory.
     """
     rules = converters.family_of(model.config).WEIGHTS if model.config.origin else None
     if rules is None:
@@ -39,37 +42,29 @@ def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int 
             "it, or build it from converters.read_config(...)"
         )
     model.check_in_memory()
-    _check(model)
-    folder = Path(folder).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is not empty: export to a new folder")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    partial.mkdir(parents=True)
-    try:
-        _write_tensors(dict(released(model, rules)), partial, max_shard_size)
-        (partial / "config.json").write_text(json.dumps(released_config(model), indent=2) + "\n")
+    if problem := saving.unlike_its_config(model):
+        raise ConfigError(problem)
+    with saving.whole(folder, _refuse_used, functools.partial(saving.move_all, last="config.json")) as written:
+        _write_tensors(dict(released(model, rules)), written, max_shard_size)
+        saving.write_json(written / "config.json", released_config(model))
         if model.config.origin.generation:  # type: ignore[union-attr]
-            settings = json.dumps(model.config.origin.generation, indent=2)  # type: ignore[union-attr]
-            (partial / "generation_config.json").write_text(settings + "\n")
-        if model._tokenizer is not None:
-            model.tokenizer.save_pretrained(str(partial))
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            saving.write_json(written / "generation_config.json", model.config.origin.generation)  # type: ignore[union-attr]
+        saving.write_tokenizer(model, written)
+
+
+def _refuse_used(folder: Path) -> None:
+    if saving.in_use(folder):
+        raise FileExistsError(f"{folder} is not empty: export to a new folder")
 
 
 def released(model: HookedTransformer, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors by the names and in the pieces of the released files, as views; a tied head is left out."""
-    for name, parameter in model.named_parameters():
+    for name, weight in saving.weights(model).items():
         rule, numbers = written_by(rules, name)  # type: ignore[misc]
         if isinstance(rule, Copy):
-            yield rule.theirs.format(**numbers), parameter.detach()
+            yield rule.theirs.format(**numbers), weight
             continue
-        for e, expert in enumerate(parameter.detach()):
+        for e, expert in enumerate(weight):
             for source, part in zip(rule.sources, expert.chunk(len(rule.sources)), strict=True):
                 yield source.format(**numbers, e=e), part
 
@@ -77,27 +72,14 @@ def released(model: HookedTransformer, rules: list[Rule]) -> Iterator[tuple[str,
 def released_config(model: HookedTransformer) -> dict[str, Any]:
     """The release's own config, with what may have changed since: the weights' dtype and whether the head is tied."""
     assert model.config.origin is not None
-    config = dict(model.config.origin.config)
+    family = converters.family_of(model.config)
+    config = dict(getattr(family, "spelled_for_transformers", dict)(model.config.origin.config))
     config.pop("auto_map", None)  # names files of code that are not in the folder
-    config["architectures"] = [converters.family_of(model.config).ARCHITECTURES[-1]]
+    config["architectures"] = [family.ARCHITECTURES[-1]]
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     tied = model.lm_head.weight is model.embed_tokens.weight
     return {**config, **dict.fromkeys(spelled, dtype), "tie_word_embeddings": tied}
-
-
-def _check(model: HookedTransformer) -> None:
-    """The config, which alone says what is in the files, must still describe the model."""
-    with torch.device("meta"):
-        described = HookedTransformer(model.config)
-    wanted = {name: list(each.shape) for name, each in described.named_parameters(remove_duplicate=False)}
-    found = {name: list(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-    for name in [*wanted, *found]:
-        if wanted.get(name) != found.get(name):
-            raise ConfigError(
-                f"the model is not what its config says: {name} is {found.get(name, 'missing')}, the config makes it "
-                f"{wanted.get(name, 'nothing')}"
-            )
 
 
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
@@ -113,7 +95,7 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int
     )
     shards = plan.filename_to_tensors
     for file in progress(shards, plan.metadata["total_size"], "exporting"):
-        save_file({name: tensors[name].contiguous() for name in shards[file]}, folder / file, {"format": "pt"})
+        save_file(saving.apart({name: tensors[name] for name in shards[file]}), folder / file, {"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        saving.write_json(folder / "model.safetensors.index.json", index)

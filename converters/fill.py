@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
@@ -9,12 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from converters.checkpoint import MERGE, CheckpointError
+from converters.checkpoint import FLOATS, MERGE, CheckpointError
 from converters.progress import progress
 from converters.rules import Copy, Ignore, Rule, Stack, match, written_by
+from transformer_std.config import Mixture, TransformerConfig
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-ADAPTED = (".lora_", ".base_layer.", ".modules_to_save.")  # in the names of a model that peft wrapped
+# In the names of a model that peft wrapped.
+ADAPTED = (".lora_", ".base_layer.", ".modules_to_save.", ".ia3_", ".vera_", "prompt_encoder.", ".trainable_tokens_")
+PARAMETRIZED = ".parametrizations."
+SHOWN = 20  # of what does not fit
 
 
 class Tensors(Protocol):
@@ -22,7 +28,7 @@ class Tensors(Protocol):
 
     def __iter__(self) -> Iterable[str]: ...  # type: ignore[override]
     def shape(self, name: str) -> list[int]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
+    def kind(self, name: str) -> str: ...
     def tensor(self, name: str) -> Tensor: ...
     def origin(self, name: str) -> str: ...
 
@@ -42,7 +48,7 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
     """
     plan, tied = _fitting_plan(model, tensors, rules)
     if dtype is None:
-        dtype = tensors.dtype(next(iter(next(iter(plan.values())).values())))
+        dtype = FLOATS[tensors.kind(next(iter(next(iter(plan.values())).values())))]
     head = plan.pop(HEAD) if tied and HEAD in plan else None
     size = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     for name in progress(plan, size, "loading"):
@@ -67,19 +73,55 @@ def unlike(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> list[str]:
     return [
         name
         for name in progress(named, size, "comparing tensors")
-        if not torch.equal(_gather(named[name], plan[name], tensors, named[name].dtype), named[name])
+        if not same(_gather(named[name], plan[name], tensors, named[name].dtype), named[name])
     ]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same values in the same dtype and shape; a NaN is the same as a NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _fitting_plan(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> tuple[dict[str, Parts], bool]:
     """What fills each parameter, and whether the head is the embedding; raises as `fill` where the two do not fit."""
     tied = HEAD not in dict(model.named_parameters())
     plan, problems = _plan(model, tensors, rules, tied)
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        lines = ["the checkpoint does not fit:", *problems[:20], *more, *_hints(tensors, problems)]
-        raise CheckpointError("\n  ".join(lines))
+    _refuse(tensors, problems)
     return plan, tied
+
+
+def check_counts(config: TransformerConfig, tensors: Tensors, rules: list[Rule]) -> None:
+    """That there are tensors of as many blocks and experts as `config` speaks of: a config that lies is found out
+    before anything of its size is built.
+
+    Raises:
+        CheckpointError: it speaks of more; whatever no rule takes is listed too.
+    """
+    found = {name: match(rules, name) for name in tensors}
+    numbers = [each[2] for each in found.values() if each is not None]
+    blocks, experts = (len({each[key] for each in numbers if key in each}) for key in "ie")
+    wanted = max((each.mlp.num_experts for each in config.layers if isinstance(each.mlp, Mixture)), default=0)
+    problems = []
+    if blocks < config.num_layers:
+        problems.append(f"missing: the config has {config.num_layers} blocks, the tensors are of {blocks}")
+    if 0 < experts < wanted:
+        problems.append(f"missing: the config has {wanted} experts a block, the tensors are of {experts}")
+    if problems:
+        _refuse(tensors, problems + [_left_over(tensors, name) for name, each in found.items() if each is None])
+
+
+def _refuse(tensors: Tensors, problems: list[str]) -> None:
+    """One error for all problems, if there are any."""
+    if problems:
+        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        lines = ["the checkpoint does not fit:", *problems[:SHOWN], *more, *_hints(tensors, problems)]
+        raise CheckpointError("\n  ".join(lines))
+
+
+def _left_over(tensors: Tensors, name: str) -> str:
+    return f"left over: {name} {tensors.shape(name)} in {tensors.origin(name)}"
 
 
 def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> tuple[dict[str, Parts], list[str]]:
@@ -90,7 +132,7 @@ def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> 
     for name in tensors:
         found = match(rules, name)
         if found is None or (not isinstance(found[0], Ignore) and found[0].ours.format(**found[2]) not in ours):
-            problems.append(f"left over: {name} {tensors.shape(name)} in {tensors.origin(name)}")
+            problems.append(_left_over(tensors, name))
             continue
         rule, source, numbers = found
         if isinstance(rule, Ignore):
@@ -105,14 +147,15 @@ def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> 
         wanted = part_shape(list(ours[target].shape), rule)
         if tensors.shape(name) != wanted:
             problems.append(f"misshapen: {name} is {tensors.shape(name)}, the config makes it {wanted}")
-        if not tensors.dtype(name).is_floating_point:
-            problems.append(f"not floating: {name} is {tensors.dtype(name)}; quantised weights are not supported")
+        if (kind := tensors.kind(name)) not in FLOATS:
+            problems.append(f"not a weight: {name} is {kind}; weights are {', '.join(FLOATS)}, not quantised")
     for target, parameter in ours.items():
         if tied and target == HEAD:
             continue
-        problems += [
-            f"missing: {name}" for name in _missing(target, list(parameter.shape), spelled.get(target, {}), rules)
-        ]
+        names, count = _missing(target, list(parameter.shape), spelled.get(target, {}), rules)
+        problems += [f"missing: {name}" for name in names]
+        if count > len(names):
+            problems.append(f"missing: {count - len(names)} more of {target}")
     return plan, problems
 
 
@@ -120,12 +163,20 @@ def _hints(tensors: Tensors, problems: list[str]) -> list[str]:
     """What a reader may make of the problems."""
     if any(mark in name for name in tensors for mark in ADAPTED):
         return [f"it holds an adapter's tensors: {MERGE}"]
+    if any(PARAMETRIZED in name for name in tensors):
+        return ["it has parametrized weights: torch.nn.utils.parametrize.remove_parametrizations() first"]
     if set(problems) <= {f"missing: {HEAD}", "missing: lm_head.bias"}:
         return [
             "only the head is missing: this is a base model saved alone; save the model with its head, or set "
             "tie_word_embeddings in config.json if the head is the embedding"
         ]
     return []
+
+
+def own_rules(tensors: Tensors) -> list[Rule]:
+    """Our own format's: each name is ours as it is."""
+    patterns = dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.{i}.", name) for name in tensors if "{" not in name)
+    return [Copy(pattern, pattern) for pattern in patterns]
 
 
 def part_shape(shape: list[int], rule: Rule) -> list[int]:
@@ -135,17 +186,25 @@ def part_shape(shape: list[int], rule: Rule) -> list[int]:
     return [shape[1] // len(rule.sources), *shape[2:]]
 
 
-def _missing(target: str, shape: list[int], parts: Parts, rules: list[Rule]) -> list[str]:
-    """What a checkpoint would have to hold, beside `parts`, to fill `target`."""
-    ways = [written_by([rule], target) for rule in rules if not isinstance(rule, Ignore)]
-    needs = []
-    for rule, numbers in filter(None, ways):
-        experts = [0] if isinstance(rule, Copy) else range(shape[0])
-        need = {(e, s): name.format(**numbers, e=e) for e in experts for s, name in enumerate(rule.sources)}
-        needs.append(need)
-    if any(need.items() == parts.items() for need in needs):
-        return []
-    return [name for part, name in needs[0].items() if parts.get(part) != name] if needs else [target]
+def _missing(target: str, shape: list[int], parts: Parts, rules: list[Rule]) -> tuple[list[str], int]:
+    """What a checkpoint would have to hold, beside `parts`, to fill `target`: the first names, and how many."""
+    ways = []
+    for rule in rules:
+        if not isinstance(rule, Ignore) and (found := written_by([rule], target)):
+            numbers, wanted = found[1], len(rule.sources) * (1 if isinstance(rule, Copy) else shape[0])
+            held = sum(
+                source < len(rule.sources) and rule.sources[source].format(**numbers, e=e) == name
+                for (e, source), name in parts.items()
+            )
+            if held == len(parts) == wanted:
+                return [], 0
+            ways.append((rule.sources, numbers, wanted, held))
+    if not ways:
+        return [target], 1
+    sources, numbers, wanted, held = ways[0]
+    names = (source.format(**numbers, e=e) for e in range(wanted // len(sources)) for source in sources)
+    there = set(parts.values())
+    return list(itertools.islice((name for name in names if name not in there), SHOWN)), wanted - held
 
 
 def _gather(parameter: nn.Parameter, parts: Parts, tensors: Tensors, dtype: torch.dtype) -> nn.Parameter:

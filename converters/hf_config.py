@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from typing import Any
 
-from transformer_std.config import Rotary
+from converters.checkpoint import DEEPEST, FLOATS, too_deep
+from transformer_std.config import Mixture, Rotary, TransformerConfig
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 
 
 class ConfigError(ValueError):
@@ -14,18 +18,34 @@ class ConfigError(ValueError):
 
 # What every config may hold and no forward reads; `*` stands for anything.
 NOTES = (
-    "_*", "add_cross_attention", "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "*_dropout", "*_loss_coef", "*_pdrop", "_*", "add_cross_attention", "architectures", "assistant_*",
+    "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
     "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
-    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
-    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length",
-    "model_name", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "eos_token_id", "epsilon_cutoff", "eta_cutoff", "experts_implementation", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing*", "id2label",
+    "initializer_*", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "length_penalty",
+    "loss_type", "max_length", "min_length", "model_name", "model_type", "name_or_path", "no_repeat_ngram_size",
+    "num_assistant_tokens*", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
     "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
     "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "router_aux_loss_coef", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "target_lookbehind", "task_specific_params",
     "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers_version", "typical_p", "unsloth_*", "use_bfloat16", "use_cache",
+    "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_*", "use_bfloat16", "use_cache",
 )  # fmt: skip
+
+# Switches of other families, and the position in which each changes nothing here.
+OFF = {
+    "alibi": False, "attention_bias": False, "is_causal": True, "lm_head_bias": False, "mlp_bias": False,
+    "pretraining_tp": 1, "qk_layernorm": False, "qk_norm": False, "use_qk_norm": False, "use_sliding_window": False,
+}  # fmt: skip
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# No model is larger, and lists of more would be built before a tensor was looked at.
+MOST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
+MOST_OF_ANYTHING = 2**31
+MOST_WEIGHTS = 2**48  # of one matrix: torch counts its bytes in 63 bits
 
 
 class ConfigReader:
@@ -48,18 +68,22 @@ class ConfigReader:
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
-        value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a whole number of at least {least}")
+        """A whole number of at least `least`, and of a size that a model can have."""
+        value, most = self.take(key, default), MOST.get(key, MOST_OF_ANYTHING)
+        if not is_whole(value) or value < least:
+            raise ConfigError(
+                f"config.{key} is {_shown(value)}; {self.family} needs a whole number of at least {least}"
+            )
+        if value > most:
+            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} takes {most} at most")
         return value
 
     def token(self, key: str, vocab_size: int, default: int | None = None) -> int | None:
         """A token's id, or None where the config says null."""
         self._read.add(key)
         value = self._values.get(key, default)
-        if value is not None and not (isinstance(value, int) and -vocab_size <= value < vocab_size):
-            raise ConfigError(f"config.{key} is {value!r}; the vocabulary has {vocab_size}")
+        if value is not None and not (is_whole(value) and -vocab_size <= value < vocab_size):
+            raise ConfigError(f"config.{key} is {_shown(value)}; the vocabulary has {vocab_size}")
         return value
 
     def width(self, key: str, default: int) -> int:
@@ -70,8 +94,8 @@ class ConfigReader:
 
     def number(self, key: str, default: float) -> float:
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"config.{key} is {value!r}; {self.family} needs a number")
+        if not is_number(value):
+            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} needs a number")
         return float(value)
 
     def initializer_range(self) -> float:
@@ -81,20 +105,22 @@ class ConfigReader:
     def flag(self, key: str, default: bool) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.{key} is {value!r}; {self.family} needs true or false")
+            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} needs true or false")
         return value
 
     def one_of(self, key: str, options: Any, default: str) -> str:
         value = self.take(key, default)
         if not isinstance(value, str) or value not in options:
-            raise ConfigError(f"config.{key} is {value!r}; {self.family} implements {', '.join(map(repr, options))}")
+            options = ", ".join(map(repr, options))
+            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} implements {options}")
         return value
 
     def require(self, key: str, *values: Any) -> None:
         """`key` may be absent, null, or one of `values`: anything else is another model."""
         value = self.take(key, values[0])
         if value not in values:
-            raise ConfigError(f"config.{key} is {value!r}; {self.family} implements {', '.join(map(repr, values))}")
+            options = ", ".join(map(repr, values))
+            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} implements {options}")
 
     def ignore(self, *keys: str, because: str) -> None:
         """Keys that change nothing we compute; `because` stands in the code for its reader."""
@@ -132,7 +158,7 @@ class ConfigReader:
         with `rope_theta` and `partial_rotary_factor` beside it (released). The type is under `rope_type`."""
         inner = self.take("rope_scaling") or self.take("rope_parameters") or {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"the rope settings are {inner!r}; {self.family} needs a dict of them")
+            raise ConfigError(f"the rope settings are {_shown(inner)}; {self.family} needs a dict of them")
         self._read.update(("rope_scaling", "rope_parameters"))
         found = {"rope_theta": self.take("rope_theta", theta), "partial_rotary_factor": partial}
         outer = self.take("partial_rotary_factor")
@@ -140,26 +166,91 @@ class ConfigReader:
         found |= {key: value for key, value in inner.items() if value is not None}
         kind = found.pop("type", "default")
         theta = found["rope_theta"]
-        if not isinstance(theta, (int, float)) or theta <= 0:
-            raise ConfigError(f"rope_theta is {theta!r}; {self.family} needs a positive number")
+        if not is_number(theta) or theta <= 0:
+            raise ConfigError(f"rope_theta is {_shown(theta)}; {self.family} needs a positive number")
         return {"rope_type": kind, **found, "rope_theta": float(theta)}
 
     def done(self) -> None:
         """Raises `ConfigError` if the config holds a key that nobody read."""
-        if "quantization_config" in self._values:
-            settings = self._values["quantization_config"]
+        if (settings := self._values.get("quantization_config")) is not None:
             method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
             raise ConfigError(f"this checkpoint is quantised ({method}); only plain weights are supported")
         left = [
             key
             for key, value in self._values.items()
-            if key not in self._read and value is not None and not any(fnmatch.fnmatchcase(key, note) for note in NOTES)
+            if key not in self._read
+            and value is not None
+            and not (key in OFF and value == OFF[key])
+            and not any(fnmatch.fnmatchcase(key, note) for note in NOTES)
         ]
         if left:
-            shown = ", ".join(f"{key} = {self._values[key]!r}"[:80] for key in sorted(left))
+            shown = ", ".join(f"{key} = {_shown(self._values[key])}" for key in sorted(left))
             raise ConfigError(
                 f"{self.family} does not know the config key {shown}; if it is only a note, take it out of config.json"
             )
+
+
+def check(config: TransformerConfig) -> TransformerConfig:
+    """The config itself, if a model can have its sizes and its special tokens are of its vocabulary.
+
+    Raises:
+        ConfigError: a size that is none or too large, a dtype that weights do not have, or a token that is none.
+    """
+    if len(config.layers) > MOST["num_hidden_layers"]:
+        raise ConfigError(f"the config has {len(config.layers)} blocks; {MOST['num_hidden_layers']} are taken at most")
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "max_length": config.max_length}
+    widest = config.vocab_size
+    for layer in dict.fromkeys(config.layers):
+        attention, mlp, experts = layer.attention, layer.mlp, 1
+        sizes |= {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
+        sizes |= {"head_dim": attention.head_dim, "intermediate_size": mlp.intermediate_size}
+        if isinstance(mlp, Mixture):
+            sizes |= {"num_experts": mlp.num_experts, "top_k": mlp.top_k}
+            experts = mlp.num_experts
+        for name, size in sizes.items():
+            if not is_whole(size) or not 0 < size <= MOST.get(name, MOST_OF_ANYTHING):
+                most = MOST.get(name, MOST_OF_ANYTHING)
+                raise ConfigError(f"the config's {name} is {_shown(size)}; it is a whole number up to {most}")
+        shared = mlp.shared.intermediate_size if isinstance(mlp, Mixture) and mlp.shared else 0
+        heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        widest = max(widest, heads, 2 * experts * mlp.intermediate_size, shared)
+    if (weights := widest * config.hidden_size) > MOST_WEIGHTS:
+        raise ConfigError(f"the config makes a matrix of {weights:.2g} weights; one has {MOST_WEIGHTS:.2g} at most")
+    if config.dtype is not None and config.dtype not in DTYPES:
+        raise ConfigError(f"config.dtype is {_shown(config.dtype)}; weights are {', '.join(DTYPES)}")
+    if config.origin is not None:
+        check_special(config.origin.config, config.vocab_size, "config")
+        check_special(config.origin.generation, config.vocab_size, "generation_config")
+    return config
+
+
+def check_special(values: dict[str, Any], vocab_size: int, file: str) -> None:
+    """That the ids of special tokens are tokens, or none; of ends there may be a list, and a pad may count from the
+    end of the vocabulary. Raises `ConfigError` with the key."""
+    for key in SPECIAL:
+        value = values.get(key)
+        ids = value if key == "eos_token_id" and isinstance(value, list) and value else [value]
+        least = -vocab_size if key == "pad_token_id" else 0
+        if value is not None and not all(is_whole(each) and least <= each < vocab_size for each in ids):
+            raise ConfigError(f"{file}.{key} is {_shown(value)}, no token of a vocabulary of {vocab_size}")
+
+
+def check_depth(values: dict[str, Any]) -> None:
+    if too_deep(values):
+        raise ConfigError(f"the config is nested deeper than {DEEPEST} levels")
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _shown(value: Any) -> str:
+    """For a message: a hostile value can be long."""
+    return repr(value)[:80]
 
 
 def plain_rotary(rope: dict[str, Any], head_dim: int, family: str, *, joined: bool = False) -> Rotary:
@@ -183,8 +274,11 @@ def longrope(rope: dict[str, Any], head_dim: int, family: str, known: tuple[str,
             raise ConfigError(f"rope {key} needs {dims // 2} numbers, half the {dims} rotated dimensions, not {size}")
         factors.append(tuple(float(value) for value in values))
     original = rope["original_max_position_embeddings"]
-    if not isinstance(original, int) or original < 1:
-        raise ConfigError(f"rope original_max_position_embeddings is {original!r}; {family} needs a whole number")
+    if not is_whole(original) or not 0 < original <= MOST_OF_ANYTHING:
+        raise ConfigError(
+            f"rope original_max_position_embeddings is {_shown(original)}; {family} needs a whole number, "
+            f"{MOST_OF_ANYTHING} at most"
+        )
     return Rotary(dims, rope["rope_theta"], *factors, original)
 
 

@@ -6,16 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from converters.checkpoint import CheckpointError, weight_map
+from converters.checkpoint import INDEX, WHOLE, CheckpointError, weight_map
+from transformer_std.saving import CONFIG as OUR_CONFIG
+from transformer_std.saving import TOKENIZER_FILES
 
-OUR_CONFIG, ADAPTER = "transformer_std.json", "adapter_config.json"
+ADAPTER = "adapter_config.json"
 CONFIGS = ["config.json", OUR_CONFIG, ADAPTER]
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EXTRA = [
-    "generation_config.json",
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-]  # fmt: skip
+EXTRA = ["generation_config.json", *TOKENIZER_FILES, "tokenizer-*/*"]  # the last is where our own format has it
 
 
 def download(repo: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -42,17 +39,27 @@ def download(repo: str, revision: str | None = None, *, weights: bool = True) ->
                 folder = Path(hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)).parent
             except LocalEntryNotFoundError:
                 raise error from None
-        for file in _weight_files(folder) if weights else []:
+        for file in _weight_files(repo, folder) if weights else []:
             with _one_error(repo, revision, file):
                 hf_hub_download(repo, file, revision=folder.name)
     return folder
 
 
-def _weight_files(folder: Path) -> list[str]:
+def _weight_files(repo: str, folder: Path) -> list[str]:
+    """What is still to be fetched: a single file wins over shards, as in transformers."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
     held = [name for name in CONFIGS if (folder / name).exists()]
     if not held or ADAPTER in held:  # there is nothing to load, as reading the config will say
         return []
-    return sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [WHOLE]
+    if not (folder / INDEX).exists():
+        return [WHOLE]
+    try:
+        hf_hub_download(repo, WHOLE, revision=folder.name)
+    except EntryNotFoundError:  # none there, or none here and offline
+        return sorted(set(weight_map(folder / INDEX).values()))
+    return []
 
 
 @contextlib.contextmanager

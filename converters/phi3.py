@@ -8,6 +8,7 @@ Release: https://huggingface.co/microsoft/Phi-3-mini-4k-instruct
 
 import dataclasses
 import math
+from typing import Any
 
 from converters.hf_config import ConfigReader, longrope, plain_rotary
 from converters.reference import Input, Output, first_half, fused_keys, fused_queries, second_half, side_by_side
@@ -16,6 +17,7 @@ from transformer_std.components.mlp import ACTIVATIONS
 from transformer_std.config import Attention, Layer, Mlp, Norm, Rotary, TransformerConfig
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
+FIRST_NAMES = ("su", "yarn")  # of longrope, in the first releases
 
 THEIRS, OURS = "model.layers.{i}.", "layers.{i}."
 
@@ -102,7 +104,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
 def _rotary(hf: ConfigReader, head_dim: int, max_length: int) -> Rotary:
     original = hf.whole("original_max_position_embeddings", 4096)
     rope = hf.rope(theta=10_000.0, partial=1.0)
-    if rope["rope_type"] in ("su", "yarn"):  # the first releases' names for it
+    if rope["rope_type"] in FIRST_NAMES:
         rope["rope_type"] = "longrope"
     if rope["rope_type"] != "longrope":
         return plain_rotary(rope, head_dim, hf.family, joined=True)
@@ -112,3 +114,13 @@ def _rotary(hf: ConfigReader, head_dim: int, max_length: int) -> Rotary:
     factor = rope.get("factor", max_length / original)
     scale = rope.get("attention_factor", math.sqrt(1 + math.log(max(factor, 1)) / math.log(original)))
     return dataclasses.replace(rotary, short_scale=float(scale), long_scale=float(scale), joined=True)
+
+
+def spelled_for_transformers(values: dict[str, Any]) -> dict[str, Any]:
+    """The config with the one name of longrope that transformers reads."""
+
+    def named(rope: Any) -> Any:
+        kinds = {"type", "rope_type"} & set(rope or ())
+        return {**rope, **{kind: "longrope" for kind in kinds if rope[kind] in FIRST_NAMES}} if kinds else rope
+
+    return {key: named(value) if key in ("rope_scaling", "rope_parameters") else value for key, value in values.items()}

@@ -119,12 +119,13 @@ def config(hf: ConfigReader) -> TransformerConfig:
     step, only = hf.whole("decoder_sparse_step", 1), hf.take("mlp_only_layers", [])
     if not isinstance(only, list) or not all(isinstance(i, int) for i in only):
         raise ConfigError(f"config.mlp_only_layers is {only!r}; qwen2_moe needs a list of layer numbers")
+    dense_layers = set(only)
     layers = tuple(
         Layer(
             "sequential",
             norm,
             Attention(heads, kv_heads, head_dim, rotary=rotary, window=window, bias=bias),
-            mixture if mixture.num_experts and i not in only and (i + 1) % step == 0 else dense,
+            mixture if mixture.num_experts and i not in dense_layers and (i + 1) % step == 0 else dense,
         )
         for i, window in enumerate(_windows(hf, count))
     )

@@ -50,7 +50,7 @@ Indices = dict[str, int]
 
 @functools.cache
 def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(pattern)))
+    return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>[0-9]{1,9})", re.escape(pattern)))
 
 
 def indices(pattern: str, name: str) -> Indices | None:
@@ -59,14 +59,14 @@ def indices(pattern: str, name: str) -> Indices | None:
     return None if found is None else {key: int(number) for key, number in found.groupdict().items()}
 
 
-# What peft puts before the names of a model it wrapped.
-WRAPPED = "base_model.model."
+# What stands in the names of a model that was saved inside a wrapper: peft's, a data-parallel one's, torch.compile's.
+WRAPPED = re.compile(r"^(base_model\.model\.|module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
 
 
 def match(rules: Iterable[Rule], name: str) -> tuple[Rule, int, Indices] | None:
     """The row that takes a tensor of theirs, which of the row's sources it is, and its indices. The name may also be
     that of a model saved inside a wrapper, or of a base model saved without its head, which lacks `model.`."""
-    bare = name.removeprefix(WRAPPED)
+    bare = WRAPPED.sub("", name)
     for spelled in (bare, f"model.{bare}"):
         for rule in rules:
             for position, source in enumerate(rule.sources):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-from collections.abc import Sequence
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ import torch
 from torch import Tensor
 
 import converters
-from converters.checkpoint import Checkpoint, CheckpointError
-from converters.fill import unlike
+from converters.checkpoint import Checkpoint, CheckpointError, LiveTensors, read_json
+from converters.fill import fill, own_rules, same, unlike
+from converters.hf_config import MOST_OF_ANYTHING, is_whole
 from converters.reference import Reference, Run
-from transformer_std import HookedTransformer
+from converters.rules import Rule
+from transformer_std import HookedTransformer, TransformerConfig
+from transformer_std.optional import transformers_for
 
 PROMPTS = ("The Eiffel Tower is in the city of", "def add(a, b):\n    return a +")
 OPEN_ONLY = {"attention_scores", "attention_probabilities"}
@@ -69,92 +74,155 @@ class Report:
         return f"verify {self.source} {self.dtype} {self.attn_implementation}: {found}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**dataclasses.asdict(self), "bit_equal": self.bit_equal, "summary": self.summary}
+        """For JSON; a difference that no number tells, to a NaN or an infinity, is None."""
+        return jsonable({**dataclasses.asdict(self), "bit_equal": self.bit_equal, "summary": self.summary})
+
+
+def jsonable(value: Any) -> Any:
+    """`value` without the floats that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: jsonable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @torch.no_grad()
 def verify(
-    source: str | Path,
+    source: str | Path | HookedTransformer,
     *,
     prompts: Sequence[str] = (),
     token_files: Sequence[str | Path] = (),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     attn_implementation: str = "sdpa",
     layers: bool = False,
     revision: str | None = None,
 ) -> Report:
     """Compares `source` in both libraries: every tensor as we read it from the files, the logits of every prompt, and
-    with `layers` every standard value. The weights are in memory once: ours share transformers'.
+    with `layers` every standard value. The weights are in memory once: ours share transformers'. A NaN is equal to a
+    NaN in its place.
+
+    A model in our own format, or in memory, is first exported to a temporary folder: that needs the room of its weights
+    there, and a model that came from a release.
 
     Args:
-        source: a folder or Hub id of a released checkpoint.
+        source: a folder or Hub id of a released checkpoint, a folder that `save_pretrained` wrote, or a model of ours.
+            Hooks and other code that was put on a model are not part of it.
         prompts: texts. Without texts and files two of ours, or random tokens where the checkpoint has no tokenizer.
         token_files: JSON files of token ids, a list or a list of lists of one length.
-        dtype: None keeps the checkpoint's.
+        dtype: torch's or its name; None or "auto" keeps the checkpoint's.
         attn_implementation: "sdpa" or "eager", for both.
         layers: compare every value of every block too, and report the first that departs.
         revision: branch, tag or commit of a Hub id.
 
     Raises:
         CheckpointError: one of the two cannot load it, or a token file holds something else.
+        ConfigError: a model of ours that no release's config describes.
     """
-    folder = converters.folder_of(source, revision)
-    if (folder / converters.OUR_CONFIG).exists():
-        raise CheckpointError(f"{source} is in our own format, which transformers cannot read: verify the release")
+    dtype = converters.as_dtype(dtype)
+    with _released(source, dtype, revision) as (folder, config, tensors, rules):
+        if dtype is None and config.dtype is not None:
+            dtype = converters.DTYPES[config.dtype]
+        theirs = _load_theirs(folder, dtype or "auto", attn_implementation)
+        tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
+        family = converters.family_of(config)
+        with torch.device("meta"):
+            model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
+        fill(model, LiveTensors.of(theirs), family.WEIGHTS, next(theirs.parameters()).dtype)
+        other = tuple(unlike(model, tensors, rules))
+        reference = Reference(theirs, model.config, family.VALUES)
+        read = inputs(model, prompts, token_files)
+        comparisons = tuple(_compare(model, reference, label, tokens, layers) for label, tokens in read)
+    name = "a model in memory" if isinstance(source, HookedTransformer) else str(source)
+    dtype = model.embed_tokens.weight.dtype
+    return Report(name, str(dtype).removeprefix("torch."), attn_implementation, comparisons, other)
+
+
+Found = tuple[Path, TransformerConfig, Checkpoint | LiveTensors, list[Rule]]
+
+
+@contextlib.contextmanager
+def _released(
+    source: str | Path | HookedTransformer, dtype: torch.dtype | None, revision: str | None
+) -> Iterator[Found]:
+    """A folder that transformers loads, and what we say it holds: our config, and tensors with the rules of their
+    names."""
+    if isinstance(source, HookedTransformer):
+        config, tensors = in_memory(source)
+        with _exported(source) as folder:
+            yield folder, config, tensors, own_rules(tensors)
+        return
     if Path(source).is_file():
         raise CheckpointError(f"transformers loads folders, not a file like {source}: verify its folder")
-    config = converters.read_config(folder)
-    if dtype is None and config.dtype is not None:
-        dtype = getattr(torch, config.dtype)
-    theirs = _load_theirs(folder, dtype or "auto", attn_implementation)
-    tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
-    model = HookedTransformer.from_pretrained(theirs, attn_implementation=attn_implementation, tokenizer=tokenizer)
-    family = converters.family_of(config)
-    other = tuple(unlike(model, Checkpoint(folder), family.WEIGHTS))
-    reference = Reference(theirs, model.config, family.VALUES)
-    inputs = _inputs(model, prompts, token_files)
-    comparisons = tuple(_compare(model, reference, label, tokens, layers) for label, tokens in inputs)
-    dtype = model.embed_tokens.weight.dtype
-    return Report(str(source), str(dtype).removeprefix("torch."), attn_implementation, comparisons, other)
+    folder = converters.folder_of(source, revision)
+    config, tensors = converters.read_config(folder), Checkpoint(folder)
+    if own := converters.own_config(folder, tensors.header):
+        with _exported(HookedTransformer.from_pretrained(folder, dtype=dtype)) as exported:
+            yield exported, own, tensors, own_rules(tensors)
+    else:
+        yield folder, config, tensors, converters.family_of(config).WEIGHTS
+
+
+def in_memory(model: HookedTransformer) -> tuple[TransformerConfig, LiveTensors]:
+    """A model's config, as its weights are now, and the weights."""
+    head, embedding = model.lm_head.weight, model.embed_tokens.weight
+    dtype = str(embedding.dtype).removeprefix("torch.")
+    return dataclasses.replace(model.config, dtype=dtype, tied_head=head is embedding), LiveTensors.of(model)
+
+
+@contextlib.contextmanager
+def _exported(model: HookedTransformer) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        converters.export(model, Path(folder) / "exported")
+        yield Path(folder) / "exported"
 
 
 def _load_theirs(folder: Path, dtype: torch.dtype | str, attn_implementation: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    transformers = transformers_for("the comparison")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
         ).eval()
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
 
 
-def _inputs(
+def inputs(
     model: HookedTransformer, prompts: Sequence[str], token_files: Sequence[str | Path]
 ) -> list[tuple[str, Tensor]]:
+    """What to compare on, with its label. Raises `CheckpointError` on a file of something else."""
     if prompts or token_files:
-        return [(text, model.to_tokens(text)) for text in prompts] + [_read_tokens(file) for file in token_files]
+        return [(text, model.to_tokens(text)) for text in prompts] + [read_tokens(file) for file in token_files]
     if model._tokenizer is not None:
         return [(text, model.to_tokens(text)) for text in PROMPTS]
+    return random_tokens(model.vocab_size, model.config.max_length)
+
+
+def random_tokens(vocab_size: int, max_length: int) -> list[tuple[str, Tensor]]:
+    """Two rows, the same in every run, and a single token."""
     generator = torch.Generator().manual_seed(0)
-    sizes = ((2, min(64, model.config.max_length)), (1, 1))
-    rows = [torch.randint(0, model.vocab_size, size, generator=generator) for size in sizes]
+    sizes = ((2, min(64, max_length)), (1, 1))
+    rows = [torch.randint(0, vocab_size, size, generator=generator) for size in sizes]
     return [(f"random tokens {list(row.shape)}", row) for row in rows]
 
 
-def _read_tokens(file: str | Path) -> tuple[str, Tensor]:
-    try:
-        rows = json.loads(Path(file).read_text())
-        tokens = torch.tensor(rows if rows and isinstance(rows[0], list) else [rows], dtype=torch.long)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{file} is no JSON list of token ids, nor of rows of one length: {error}") from None
-    return Path(file).name, tokens
+def read_tokens(file: str | Path) -> tuple[str, Tensor]:
+    """The name of a JSON file and its token ids, [batch seq]."""
+    found = read_json(Path(file))
+    rows = found if isinstance(found, list) and found and isinstance(found[0], list) else [found]
+    good = all(isinstance(row, list) and row and all(map(_is_id, row)) and len(row) == len(rows[0]) for row in rows)
+    if not good:
+        raise CheckpointError(f"{file} is no JSON list of token ids (whole numbers), nor of rows of one length")
+    return Path(file).name, torch.tensor(rows)
+
+
+def _is_id(value: Any) -> bool:
+    return is_whole(value) and 0 <= value < MOST_OF_ANYTHING
 
 
 def _compare(model: HookedTransformer, reference: Reference, label: str, tokens: Tensor, layers: bool) -> Comparison:
     ours, theirs = model(tokens), reference.model(tokens).logits
-    equal = torch.equal(ours, theirs)
+    equal = same(ours, theirs)
     values, departure = compare_values(model, reference.run(tokens), tokens) if layers or not equal else (0, None)
     return Comparison(
         prompt=label,
@@ -178,10 +246,13 @@ def compare_values(model: HookedTransformer, run: Run, tokens: Tensor) -> tuple[
     ]
     _, cache = model.run_with_cache(tokens, names_filter=names)
     for name in run.bases:
-        if name in cache and not torch.equal(cache[name], run.value(name)):
+        if name in cache and not same(cache[name], run.value(name)):
             return len(names), Departure(name, largest_difference(cache[name], run.value(name)))
     return len(names), None
 
 
 def largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).abs().max())
+    """The largest distance of two entries; two NaNs in one place are none, a NaN and a number are infinitely far."""
+    ours, theirs = ours.double(), theirs.double()
+    far = (ours - theirs).abs().nan_to_num(torch.inf, torch.inf)
+    return float(far.masked_fill((ours == theirs) | (ours.isnan() & theirs.isnan()), 0).max())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import RECIPES, Recipe, build
+from tests.tiny import BASES, RECIPES, Recipe, build
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -41,3 +41,12 @@ def own_copy(checkpoints: Callable[[Recipe], Path], tmp_path: Path) -> Callable[
 @pytest.fixture(params=RECIPES, ids=lambda recipe: recipe.id)
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Of a quick test that goes through the recipes, one recipe of each family is quick."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("recipe", BASES[0]) not in BASES:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "quick"]

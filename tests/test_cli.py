@@ -9,13 +9,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 import converters
 from converters import cli
+from converters.demo import make_tokenizer
 from tests.tiny import BASES, Recipe
 from transformer_std.components import functions
 
@@ -25,19 +29,25 @@ Folders = Callable[[Recipe], Path]
 @pytest.fixture
 def run() -> Callable[..., tuple[int, str]]:
     def run(*arguments: object) -> tuple[int, str]:
-        with cli.console.capture() as output:
-            done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-        return done.exit_code, output.get() + done.output
+        done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        return done.exit_code, done.output
 
     return run
 
 
-def test_demo(run: Callable[..., tuple[int, str]]) -> None:
-    status, output = run("demo")
+def test_demo(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    status, output = run("demo", "--keep", tmp_path / "kept")
     assert status == 0, output
     for family in converters.families():
         assert f"│ {family} " in output
+        assert run("verify", tmp_path / "kept" / family)[0] == 0
     assert "no │" not in output
+    config = tmp_path / "kept" / "phi" / "config.json"
+    written = config.stat().st_mtime_ns
+    status, output = run("demo", "--keep", tmp_path / "kept")
+    assert status == 2
+    assert "kept is not empty: name a new folder" in output
+    assert config.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
@@ -126,6 +136,7 @@ def test_a_project_verifies_its_own_checkpoint(checkpoints: Folders, tmp_path: P
     assert "verify " in done.stdout
 
 
+@pytest.mark.quick
 def test_support_reads_the_config_alone(run: Callable[..., tuple[int, str]], own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
     (folder / "model.safetensors").unlink()
@@ -136,9 +147,109 @@ def test_support_reads_the_config_alone(run: Callable[..., tuple[int, str]], own
     assert "Logits [batch seq 131]" in output
 
 
+class Panic(BaseException):
+    """What a panic of a library in Rust comes as."""
+
+
+STOPS: list[tuple[BaseException, str]] = [
+    (ValueError("it is not\n  so"), "it is not so"),
+    (KeyError("x"), "KeyError: 'x'"),
+    (AttributeError("no x"), "AttributeError: no x"),
+    (RuntimeError("[Errno 5]\nIn C++"), "RuntimeError: [Errno 5] In C++"),
+    (RecursionError("too deep"), "RecursionError: too deep"),
+    (AssertionError(), "AssertionError"),
+    (MemoryError(), "MemoryError"),
+    (EOFError(), "EOFError"),
+    (SafetensorError("no space"), "SafetensorError: no space"),
+    (ModuleNotFoundError("No module named 'x.y'", name="x.y"), "No module named 'x.y': pip install x"),
+    (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+    (Panic("index out of bounds"), "Panic: index out of bounds"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("error", "line"), STOPS, ids=[type(error).__name__ for error, _ in STOPS])
+def test_whatever_stops_a_command_is_one_line_and_status_2(
+    error: BaseException, line: str, run: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("converters.verify", stop)
+    assert run("verify", "x") == (2, f"error: {line}\n")
+    status, output = run("--debug", "verify", "x")
+    assert status == 2
+    assert "Traceback" in output
+
+
+@pytest.mark.quick
+def test_a_reader_that_leaves_and_an_interrupt(
+    run: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, wanted in ((SystemExit(1), 2), (BrokenPipeError(32, "Broken pipe"), 2), (KeyboardInterrupt(), 130)):
+        monkeypatch.setattr("converters.verify", mock.Mock(side_effect=error))
+        assert run("verify", "x")[0] == wanted
+
+
+@pytest.mark.quick
 def test_errors_are_one_line(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     status, output = run("support", tmp_path)
-    assert status == 2
-    assert f"{tmp_path} has no config.json" in output
-    assert "Traceback" not in output
+    assert (status, output) == (2, f"error: {tmp_path} has no config.json\n")
     assert torch.is_grad_enabled()
+    assert run("verify", tmp_path, "--dtype", "[/b]")[0] == 2
+    assert run("[/b]")[0] == 2
+
+
+@pytest.mark.quick
+def test_help_names_every_command(run: Callable[..., tuple[int, str]]) -> None:
+    status, output = run("--help")
+    assert status == 0
+    for name in ("demo", "verify", "support", "convert", "export"):
+        assert name in output
+        status, text = run(name, "--help")
+        assert status == 0
+        assert "Usage" in text
+
+
+HOSTILE = "a[/b] [red]x[/] :dog:"
+
+
+@pytest.mark.quick
+def test_text_from_outside_is_never_markup(
+    run: Callable[..., tuple[int, str]], checkpoints: Folders, tmp_path: Path
+) -> None:
+    folder = tmp_path / HOSTILE
+    assert run("export", checkpoints(BASES[0]), folder) == (0, f"exported {checkpoints(BASES[0])} to {folder}\n")
+    make_tokenizer(folder)
+    status, output = run("support", folder)
+    assert status == 0
+    assert f"{HOSTILE}: 3 blocks" in output
+    status, output = run("verify", folder, "--prompt", f"{HOSTILE}\n\x1b[2J")
+    assert status == 0, output
+    assert f"│ {HOSTILE}\\n\\x1b[2J " in output
+    assert f"verify {folder} float32 sdpa: bit-equal\n" in output
+    status, output = run("convert", folder, tmp_path / f"{HOSTILE}2")
+    assert (status, output) == (0, f"converted {folder} to {folder}2\n")
+    assert run("convert", folder, folder) == (2, f"error: {folder} is not empty: name a new folder\n")
+    assert HOSTILE in run("support", tmp_path / "no" / HOSTILE)[1]
+
+
+def test_a_report_that_cannot_be_written(
+    run: Callable[..., tuple[int, str]], checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What can be seen beforehand stops it before the work; a full disk cannot, and takes nothing of the answer.
+    status, output = run("verify", checkpoints(BASES[0]), "--json", "/dev/full")
+    assert status == 2
+    assert "sdpa: bit-equal\n" in output
+    assert "│ random tokens [2, 64] " in output
+    assert output.count("error: ") == output.count("No space left on device") == 1
+    compare = mock.Mock(side_effect=AssertionError("it was compared"))
+    monkeypatch.setattr("converters.verify", compare)
+    for file in (tmp_path / "no" / "report.json", tmp_path):
+        status, output = run("verify", checkpoints(BASES[0]), "--json", file)
+        assert status == 2
+        assert str(file) in output
+    compare.assert_not_called()
+    assert run("verify", checkpoints(BASES[0]), "--json", tmp_path / "report.json")[0] == 2
+    compare.assert_called_once()
+    assert not (tmp_path / "report.json").exists()

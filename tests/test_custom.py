@@ -82,10 +82,20 @@ def test_rotary_frequencies_in_the_file(base: Recipe, own_copy: Folders, checkpo
 
 
 @pytest.mark.parametrize("recipe_id", [*(recipe.id for recipe in BASES), *TIED_IDS])
-def test_a_wrapped_model(recipe_id: str, own_copy: Folders, checkpoints: Folders) -> None:
+@pytest.mark.parametrize("wrapper", ["base_model.model.", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_wrapped_model(recipe_id: str, wrapper: str, own_copy: Folders, checkpoints: Folders) -> None:
     folder = own_copy(NAMED[recipe_id])
-    rename(folder, lambda name: f"base_model.model.{name}")
+    rename(folder, lambda name: f"{wrapper}{name}")
     same_weights(HookedTransformer.from_pretrained(folder), checkpoints(NAMED[recipe_id]))
+
+
+def test_a_model_whose_blocks_were_compiled(own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(BASES[0])
+    rename(folder, lambda name: name.replace(".self_attn.", ".self_attn._orig_mod."))
+    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(BASES[0]))
+    whole = tensors_of(checkpoints(BASES[0]))
+    write_tensors(folder, {**whole, "_orig_mod.lm_head.bias": whole["lm_head.bias"] + 1})
+    refused(folder, r"twice: (_orig_mod.)?lm_head.bias and (_orig_mod.)?lm_head.bias are both lm_head.bias")
 
 
 @pytest.mark.parametrize("base", BASE_IDS)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import converters
 from converters import cli
 from converters.demo import make_tokenizer
-from tests.tiny import BASES, RECIPES, Recipe, as_released, load_reference, prompt
+from tests.tiny import AROUND, BASES, RECIPES, Recipe, as_released, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer
 
 Folders = Callable[[Recipe], Path]
@@ -71,6 +71,24 @@ def test_the_release_keeps_its_spelling(base: Recipe, own_copy: Folders, tmp_pat
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": released["tie_word_embeddings"],
     }
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+@torch.no_grad()
+def test_the_first_names_of_longrope_become_the_one_that_transformers_reads(
+    kind: str, key: str, own_copy: Folders, tmp_path: Path
+) -> None:
+    folder = own_copy(NAMED["phi3-longrope"])
+    expected = load_reference(folder, attn="sdpa")
+    as_released(folder)
+    rope = config_of(folder)["rope_scaling"]
+    edit_config(folder, rope_scaling={**{name: rope[name] for name in rope if name != "type"}, key: kind})
+    converters.export(HookedTransformer.from_pretrained(folder), tmp_path / "out")
+    theirs = load_reference(tmp_path / "out", attn="sdpa")
+    for length in AROUND:
+        assert torch.equal(theirs(prompt(length)).logits, expected(prompt(length)).logits)
+        assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt(length)), expected(prompt(length)).logits)
 
 
 @pytest.mark.parametrize("base", BASE_IDS)
@@ -174,11 +192,12 @@ def test_an_interrupt_leaves_nothing(
         with pytest.raises(stop):
             converters.export(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".out.partial").mkdir()  # as a killed process leaves it
-    (tmp_path / ".out.partial/model-00001-of-00009.safetensors").write_bytes(b"half")
-    converters.export(model, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert not list((tmp_path / "out").glob("model-*"))
+    (tmp_path / "empty").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", save)
+        with pytest.raises(stop):
+            converters.export(model, tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_a_model_without_a_release(checkpoints: Folders, tmp_path: Path) -> None:

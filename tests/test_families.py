@@ -42,6 +42,7 @@ def left_padded(length: int = LENGTH, pads: int = 4) -> tuple[Tensor, Tensor, Te
 # -- logits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
@@ -82,6 +83,7 @@ def test_loss_is_transformers(recipe: Recipe, checkpoints: Folders) -> None:
 # -- values ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
 def test_every_value_is_transformers(recipe: Recipe, attn: str, checkpoints: Folders) -> None:
@@ -202,6 +204,7 @@ def test_writes_of_the_input(recipe: Recipe, checkpoints: Folders) -> None:
     assert torch.equal(hidden, model(tokens, attention_mask=mask))
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_layouts(recipe: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(recipe))
@@ -226,6 +229,7 @@ def test_every_hook_point_fires_once(recipe: Recipe, checkpoints: Folders) -> No
     assert sorted(fired) == sorted(model.names.points)
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_identities(recipe: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(recipe))

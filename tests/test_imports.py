@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from converters.demo import make_checkpoint
 from tests.tiny import BASES, Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -20,10 +27,97 @@ MODULES = sorted(
 )
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+def run(code: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_families_are_listed_without_importing_anything() -> None:
+    code = (
+        "import sys, converters\n"
+        "before = set(sys.modules); print(*converters.families())\n"
+        "try: converters.read_config({'model_type': 'gpt2'})\n"
+        "except converters.ConfigError as error: print(error)\n"
+        "assert set(sys.modules) == before\n"
+        "converters.read_config({'model_type': 'phi', 'vocab_size': 9})\n"
+        "print(*{f'converters.{name}' for name in converters.families()} & set(sys.modules))"
+    )
+    listed, error, imported = run(code).splitlines()
+    names = [name for name in MODULES if isinstance(getattr(importlib.import_module(name), "WEIGHTS", None), list)]
+    assert [f"converters.{name}" for name in listed.split()] == names
+    assert error == f"model_type is 'gpt2'; supported are {', '.join(listed.split())}"
+    assert imported == "converters.phi"
+
+
+def only_what_is_declared() -> str:
+    """Code after which no package can be imported that is neither declared by the project nor by one that is."""
+    declared, waiting = set(), ["transformer-std"]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in declared:
+            continue
+        declared.add(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):  # not on this system
+            wanted = [Requirement(line) for line in metadata.requires(name) or ()]
+            waiting += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    absent = [
+        top
+        for top, names in metadata.packages_distributions().items()
+        if not declared & {canonicalize_name(name) for name in names}
+    ]
+    assert {"pytest", "_pytest", "beartype"} <= set(absent)
+    return f"import sys\nsys.modules |= dict.fromkeys({absent!r})\n"
+
+
+def test_the_demo_needs_nothing_that_is_not_declared() -> None:
+    run(only_what_is_declared() + "from converters.cli import app; app(['demo'])")
+
+
+WITHOUT = """
+import sys
+for name in ("transformers", "tokenizers"):
+    sys.modules[name] = None
+import json, torch, converters
+from typer.testing import CliRunner
+from converters.cli import app
+from transformer_std import HookedTransformer
+
+quiet, speaks, folder = sys.argv[1:]
+ids = torch.tensor([[3, 4]])
+
+def call(*line):
+    done = CliRunner().invoke(app, line)
+    print(json.dumps([done.exit_code, done.output]))
+
+def fails(call, *args, **options):
+    try:
+        call(*args, **options)
+    except ImportError as error:
+        print(json.dumps(["ImportError", f"error: {error}\\n"]))
+
+call("--help"); call("verify", "--help"); call("support", quiet); call("support", speaks)
+call("convert", quiet, f"{folder}/ours"); call("export", quiet, f"{folder}/theirs")
+call("demo"); call("verify", quiet)
+model = HookedTransformer.from_pretrained(speaks)
+assert model.generate(ids, max_new_tokens=2).shape == (1, 4)
+fails(model, "the cat")
+fails(model.generate, ids, max_new_tokens=2, do_sample=True, top_k=3)
+fails(model.generate, ids, max_new_tokens=2, stop_strings=["cat"])
+fails(converters.verify, quiet)
+"""
+
+
+def test_what_needs_transformers_says_so_and_all_else_works(
+    checkpoints: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    make_checkpoint("phi", tmp_path / "speaks")
+    lines = run(WITHOUT, checkpoints(BASES[0]), tmp_path / "speaks", tmp_path).splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [status for status, _ in found] == [0] * 6 + [2] * 2 + ["ImportError"] * 4, found
+    for _, text in found[6:]:
+        assert re.fullmatch(r"error: .* needs transformers, which is not installed: pip install transformers\n", text)
 
 
 def test_every_module_can_be_imported_first() -> None:
@@ -38,6 +132,7 @@ def test_every_module_can_be_imported_first() -> None:
     run(code)
 
 
+@pytest.mark.quick
 def test_import_loads_neither_transformers_nor_the_hub() -> None:
     code = "import sys, json, transformer_std; print(json.dumps(sorted(sys.modules)))"
     loaded = set(json.loads(run(code)))
@@ -66,6 +161,7 @@ def test_our_format_runs_where_transformers_is_absent(
     assert int(values) == len(model.names.points)
 
 
+@pytest.mark.quick
 def test_the_library_never_names_a_family() -> None:
     for path in (ROOT / "transformer_std").rglob("*.py"):
         text = path.read_text().lower()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 
 import converters
@@ -110,6 +114,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("family", "changes", "message"), BAD_CONFIGS, ids=[str(c[1])[:40] for c in BAD_CONFIGS])
 def test_bad_configs(family: str, changes: dict[str, Any], message: str, own_copy: Folders) -> None:
     folder = own_copy(NAMED[f"{family}-base"])
@@ -119,6 +124,178 @@ def test_bad_configs(family: str, changes: dict[str, Any], message: str, own_cop
             enter(folder)
 
 
+HARMLESS = {
+    "attention_bias": False,
+    "attn_implementation": "eager",
+    "classifier_dropout": 0.1,
+    "gradient_checkpointing": False,
+    "is_causal": True,
+    "keys_to_ignore_at_inference": ["past_key_values"],
+    "loss_type": "ForCausalLMLoss",
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "quantization_config": None,
+    "use_sliding_window": False,
+    "wobble": None,
+}
+OWN = {"phimoe": {"attention_bias"}}  # true in the recipe
+
+
+@pytest.mark.parametrize("base", BASE_IDS)
+@torch.no_grad()
+def test_keys_that_change_nothing_do_not_stop_a_load(base: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(base)
+    expected = HookedTransformer.from_pretrained(folder)(prompt())
+    more = {key: value for key, value in HARMLESS.items() if key not in OWN.get(base.family, ())}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt()), expected)
+    assert torch.equal(load_reference(folder, attn="sdpa")(prompt()).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mlp_bias", True), ("attention_bias", True), ("use_sliding_window", True), ("is_causal", False)],
+)
+def test_a_switch_that_would_change_something_is_named(key: str, value: bool, own_copy: Folders) -> None:
+    folder = own_copy(NAMED["phi-base"])
+    edit_config(folder, **{key: value})
+    with pytest.raises(converters.ConfigError, match=f"phi does not know the config key {key} = {value}"):
+        HookedTransformer.from_pretrained(folder)
+
+
+# Given the folders of tiny checkpoints: in 500 MB more than it has, and each within a second, refuses every size.
+LIES = """
+import json, resource, sys, time
+from pathlib import Path
+import converters
+from transformer_std import HookedTransformer
+
+folders = [Path(folder) for folder in sys.argv[1:]]
+for folder in folders:
+    HookedTransformer.from_pretrained(folder)
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 500_000_000,) * 2)
+sizes = ["num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"]
+more = {
+    "phi": ["intermediate_size"],
+    "phi3": ["intermediate_size"],
+    "phimoe": ["num_local_experts", "intermediate_size"],
+    "qwen2_moe": ["num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"],
+    "afmoe": ["num_experts", "moe_intermediate_size", "num_shared_experts"],
+}
+for folder in folders:
+    text = (folder / "config.json").read_text()
+    config = json.loads(text)
+    for key in [*sizes, *more[config["model_type"]]]:
+        for lie in (9_000, 10**5, 10**7, 10**9, 10**12, 2**63, 2**70):
+            if key == "num_attention_heads":  # else the width does not divide among them
+                config["head_dim"], config["num_key_value_heads"] = 16, None
+            (folder / "config.json").write_text(json.dumps({**config, key: lie}))
+            start = time.perf_counter()
+            try:
+                HookedTransformer.from_pretrained(folder)
+                print("loaded", key, lie)
+            except (converters.ConfigError, converters.CheckpointError) as error:
+                if len(str(error)) > 5000:
+                    print("says too much", key, lie)
+            if time.perf_counter() - start > 1:
+                print("slow", key, lie)
+            if lie >= 10**12 or (key == "num_hidden_layers" and lie >= 10**5):
+                try:
+                    converters.read_config(folder)
+                    print("read", key, lie)
+                except converters.ConfigError as error:
+                    assert key in str(error), error
+    (folder / "config.json").write_text(text)
+print("done")
+"""
+
+
+def test_a_config_that_lies_about_sizes_is_refused_at_once(own_copy: Folders) -> None:
+    folders = [str(own_copy(base)) for base in BASES]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", LIES, *folders], env=environment, capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stdout + done.stderr
+
+
+def test_a_matrix_that_no_machine_holds(own_copy: Folders) -> None:
+    """Each size may be, the two together not: torch would say so in its own words."""
+    folder = own_copy(NAMED["phi-base"])
+    edit_config(folder, hidden_size=2**30, num_attention_heads=2**26, num_key_value_heads=2**26)
+    for enter in (converters.read_config, HookedTransformer.from_pretrained):
+        with pytest.raises(
+            converters.ConfigError, match=r"the config makes a matrix of .* weights; one has .* at most"
+        ):
+            enter(folder)
+
+
+def test_our_own_config_that_lies_is_refused(checkpoints: Folders, tmp_path: Path) -> None:
+    HookedTransformer.from_pretrained(checkpoints(NAMED["qwen2_moe-base"])).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "transformer_std.json").read_text())
+    mixture = config["layers"][0]["mlp"]
+    lies = [
+        ({"vocab_size": 2**63}, "the config's vocab_size is 9223372036854775808"),
+        ({"hidden_size": True}, "the config's hidden_size is True"),
+        ({"layers": config["layers"][:1] * 4}, "the config has 4 blocks, the tensors are of 3"),
+        ({"layers": config["layers"][:1] * 10_001}, "the config has 10001 blocks; 10000 are taken at most"),
+        ({"layers": [{**config["layers"][0], "mlp": {**mixture, "num_experts": 10**12}}]}, "num_experts is 10000000"),
+        ({"dtype": "float7"}, "config.dtype is 'float7'"),
+    ]
+    for lie, message in lies:
+        header = {"format": "pt", "transformer_std": json.dumps({**config, **lie})}
+        save_file(tensors_of(tmp_path), tmp_path / "model.safetensors", header)
+        with pytest.raises((converters.ConfigError, converters.CheckpointError), match=message):
+            HookedTransformer.from_pretrained(tmp_path)
+
+
+DEEP = ["[" * 100_000 + "]" * 100_000, '{"a":' * 900 + "1" + "}" * 900]
+
+
+@pytest.mark.parametrize("deep", DEEP, ids=["by 100000", "by 900"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "adapter_config.json", "transformer_std.json"]
+)
+def test_a_config_that_is_nested_too_deep(file: str, deep: str, own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    (folder / file).write_text(deep)
+    with pytest.raises(converters.ConfigError, match=f"{file} is nested (too deep|deeper than 100 levels)"):
+        HookedTransformer.from_pretrained(folder)
+
+
+def test_an_index_that_is_nested_too_deep(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    in_shards(folder)
+    (folder / "model.safetensors.index.json").write_text(DEEP[0])
+    refused(folder, "index.json is nested too deep")
+    config = json.loads((folder / "config.json").read_text())
+    for _ in range(200):
+        config = {**config, "task_specific_params": config}
+    with pytest.raises(converters.ConfigError, match="nested deeper than 100 levels"):
+        converters.read_config(config)
+
+
+NO_TOKENS = ["x", [None], [[1]], 1e30, 1.5, 10**23, 131, True, {}, []]
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+def test_special_tokens_are_tokens(file: str, key: str, own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    path = folder / f"{file}.json"
+    values = json.loads(path.read_text())
+    for wrong in NO_TOKENS if key == "eos_token_id" else [*NO_TOKENS, [1]]:
+        path.write_text(json.dumps({**values, key: wrong}))
+        for enter in (converters.read_config, HookedTransformer.from_pretrained):
+            with pytest.raises(converters.ConfigError, match=f"config.{key} is {re.escape(repr(wrong))}"):
+                enter(folder)
+    for right in (None, 0, 130, *([[1, 2]] if key == "eos_token_id" else [-1] if key == "pad_token_id" else [])):
+        path.write_text(json.dumps({**values, key: right}))
+        origin = HookedTransformer.from_pretrained(folder).config.origin
+        assert {"config": origin.config, "generation_config": origin.generation}[file][key] == right
+
+
+@pytest.mark.quick
 def test_no_config(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
     (folder / "config.json").write_text("{")
@@ -174,6 +351,7 @@ def test_nothing_may_be_left_over(base: Recipe, own_copy: Folders) -> None:
     HookedTransformer.from_pretrained(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("base", BASE_IDS)
 def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
     folder = own_copy(base)
@@ -184,8 +362,25 @@ def test_one_error_lists_all(base: Recipe, own_copy: Folders) -> None:
     write_tensors(folder, whole)
     with pytest.raises(converters.CheckpointError) as caught:
         HookedTransformer.from_pretrained(folder)
-    for line in (f"missing: {norm}", "left over: extra", "not floating: model.embed_tokens.weight is torch.int"):
+    for line in (f"missing: {norm}", "left over: extra", "not a weight: model.embed_tokens.weight is I32"):
         assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")],
+    ids=str,
+)
+def test_what_is_no_weight_is_named_as_what_it_is(dtype: torch.dtype, kind: str, own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    whole = tensors_of(folder)
+    write_tensors(folder, {**whole, "lm_head.bias": whole["lm_head.bias"].to(dtype)})
+    refused(folder, f"not a weight: lm_head.bias is {kind}; weights are F64, F32, F16, BF16, not quantised")
+    write_tensors(folder, whole)
+    theirs = load_reference(folder)
+    theirs.lm_head.bias = torch.nn.Parameter(theirs.lm_head.bias.to(dtype), requires_grad=False)
+    with pytest.raises(converters.CheckpointError, match=f"not a weight: lm_head.bias is {str(dtype)[6:]}"):
+        HookedTransformer.from_pretrained(theirs)
 
 
 @pytest.mark.parametrize("family", ["phimoe", "qwen2_moe", "afmoe"])
@@ -236,6 +431,7 @@ def in_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_shards(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
@@ -244,6 +440,21 @@ def test_shards(own_copy: Folders) -> None:
     assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt()), expected)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refused(folder, r"lacks model-00002-of-00002.safetensors, which model.safetensors.index.json lists")
+
+
+@torch.no_grad()
+def test_a_single_file_wins_over_shards(own_copy: Folders) -> None:
+    """As in transformers, which is asked."""
+    folder = own_copy(BASES[0])
+    whole = tensors_of(folder)
+    in_shards(folder)
+    index = folder / "model.safetensors.index.json"
+    for listed in (index.read_text(), json.dumps({"weight_map": dict.fromkeys(whole, "model.safetensors")}), "{"):
+        write_tensors(folder, {name: 0.5 * tensor for name, tensor in whole.items()})
+        index.write_text(listed)
+        model = HookedTransformer.from_pretrained(folder)
+        assert torch.equal(model.embed_tokens.weight, 0.5 * whole["model.embed_tokens.weight"])
+        assert torch.equal(model(prompt()), load_reference(folder, attn="sdpa")(prompt()).logits)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -4])
@@ -258,7 +469,9 @@ def test_pickles_are_refused(own_copy: Folders) -> None:
     folder = own_copy(BASES[0])
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refused(folder, r"only pickled weights \(pytorch_model.bin\)")
-    (folder / "pytorch_model.bin").unlink()
+    (folder / "pytorch_model.bin").rename(folder / "phi.gguf")
+    refused(folder, r"has its weights in phi.gguf, and GGUF is not read")
+    (folder / "phi.gguf").unlink()
     refused(folder, r"has no model.safetensors and no model.safetensors.index.json")
 
 
@@ -276,6 +489,19 @@ def test_dtypes(recipe: Recipe, own_copy: Folders) -> None:
     theirs = load_reference(folder, torch.float16)
     ours = {str(parameter.dtype) for parameter in model.parameters()}
     assert ours == {str(parameter.dtype) for parameter in theirs.parameters()}
+
+
+def test_a_dtype_by_its_name(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    edit_config(folder, dtype="float16")
+    for name in ("float64", "float32", "float16", "bfloat16", "auto", None):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=name or "auto")
+        model = HookedTransformer.from_pretrained(folder, dtype=name)
+        assert model.embed_tokens.weight.dtype == theirs.model.embed_tokens.weight.dtype
+        assert HookedTransformer.from_pretrained(theirs, dtype=name).embed_tokens.weight.dtype == theirs.dtype
+    for wrong in ("float7", "torch.float32", "int8", torch.int8, torch.complex64, 16, [torch.float32]):
+        with pytest.raises(TypeError, match=r"dtype is .*: give 'auto', or one of float64, float32, float16, bfloat16"):
+            converters.load(folder, dtype=wrong)
 
 
 def test_half_precision_is_never_loaded_through_float32(own_copy: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +524,72 @@ def test_a_live_model_shares_its_tensors(recipe: Recipe, checkpoints: Folders) -
     assert torch.equal(model(prompt()), theirs(prompt()).logits)
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel], ids=["compiled", "data-parallel"])
+@torch.no_grad()
+def test_a_live_model_in_a_wrapper(wrap: Callable[[Any], Any], checkpoints: Folders) -> None:
+    theirs = load_reference(checkpoints(BASES[0]), attn="sdpa")
+    expected = theirs(prompt()).logits
+    theirs.model.layers[1].self_attn = torch.compile(theirs.model.layers[1].self_attn)
+    assert any("_orig_mod" in name for name in theirs.state_dict())
+    model = HookedTransformer.from_pretrained(wrap(theirs))
+    assert model.embed_tokens.weight.data_ptr() == theirs.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(model(prompt()), expected)
+
+
+def test_a_live_model_that_is_not_all_there_is_refused(checkpoints: Folders) -> None:
+    import accelerate
+
+    def refused_live(model: Any, message: str) -> None:
+        with pytest.raises(converters.CheckpointError, match=message):
+            HookedTransformer.from_pretrained(model)
+
+    def reference() -> Any:
+        return load_reference(checkpoints(BASES[0]))
+
+    away = r"47 of the live model's tensors are not in memory .*load it without offloading, or give the folder"
+    refused_live(accelerate.cpu_offload(reference(), execution_device=torch.device("cpu")), away)
+    with torch.device("meta"):
+        refused_live(transformers.AutoModelForCausalLM.from_config(hf_config(BASES[0])), away)
+    one = reference()
+    accelerate.cpu_offload(one.model.layers[1].mlp.fc1, execution_device=torch.device("cpu"))
+    refused_live(one, r"2 of the live model's tensors are not in memory \(model.layers.1.mlp.fc1.weight")
+
+    class Sharded(torch.Tensor):
+        pass
+
+    sharded = reference()
+    sharded.lm_head.weight = torch.nn.Parameter(sharded.lm_head.weight.detach().as_subclass(Sharded))
+    refused_live(sharded, r"1 of the live model's tensors are no plain ones \(lm_head.weight is a Sharded")
+    parametrized = reference()
+    torch.nn.utils.parametrizations.weight_norm(parametrized.lm_head)
+    refused_live(parametrized, r"parametrized weights: .*remove_parametrizations")
+    with pytest.raises(TypeError, match="source is HookedTransformer: give a folder"):
+        HookedTransformer.from_pretrained(HookedTransformer.from_pretrained(checkpoints(BASES[0])))
+
+
+def test_a_live_model_with_an_adapter_is_refused(checkpoints: Folders) -> None:
+    """Its layer as peft's are: the base under `base_layer`, and its weight shown as the layer's own."""
+
+    class Lora(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear):
+            super().__init__()
+            self.base_layer = base
+            self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(base.in_features, 2, bias=False)})
+            self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, base.out_features, bias=False)})
+
+        @property
+        def weight(self) -> torch.Tensor:
+            return self.base_layer.weight
+
+    for part, name in (("q_proj", r"model.layers.2.self_attn.q_proj.weight"), ("dense", "self_attn.dense.weight")):
+        theirs = load_reference(checkpoints(BASES[0]))
+        attention = theirs.model.layers[2].self_attn
+        setattr(attention, part, Lora(getattr(attention, part)))
+        with pytest.raises(converters.CheckpointError, match=rf"missing: .*{name}(.|\n)*merge it into its base model"):
+            HookedTransformer.from_pretrained(theirs)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_our_format_round_trips(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:

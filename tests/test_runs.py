@@ -198,9 +198,13 @@ def test_gradients_under_activation_checkpointing_have_the_hook(
         model = HookedTransformer.from_pretrained(checkpoints(base), dtype=torch.float32)
         for block in model.layers if checkpointed else ():
             block.forward = (
-                lambda forward: lambda *args, **own: checkpoint(forward, *args, use_reentrant=reentrant, **own)
-                if not reentrant
-                else checkpoint(lambda *given: forward(*given, **own), *args, use_reentrant=True)
+                lambda forward: (
+                    lambda *args, **own: (
+                        checkpoint(forward, *args, use_reentrant=reentrant, **own)
+                        if not reentrant
+                        else checkpoint(lambda *given: forward(*given, **own), *args, use_reentrant=True)
+                    )
+                )
             )(block.forward)
         hooks = [((value, 1), lambda value, hook: value * 0.5)]
         if scoped:

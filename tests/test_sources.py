@@ -254,6 +254,22 @@ def test_a_revision(hub: Hub, client: Client, tmp_path: Path) -> None:
     assert client(f"fails(load, {REPO!r}, revision='v9')") == [f"{REPO} has no revision 'v9'"]
 
 
+def test_a_single_file_wins_over_shards(hub: Hub, client: Client, checkpoints: Folders, tmp_path: Path) -> None:
+    """As in transformers, which fetches from the same server; and so again from the cache."""
+    whole = load_file(checkpoints(BASES[0]) / "model.safetensors")
+    save_file(
+        {name: 0.5 * tensor for name, tensor in whole.items()}, tmp_path / "v2/model.safetensors", {"format": "pt"}
+    )
+    options = f"{REPO!r}, revision='v2', dtype='float32'"
+    ours = f"print(load({options}).lm_head.weight.detach().sum().item())"
+    said = client(ours)
+    assert "model.safetensors" in hub.bodies
+    assert not any(name.startswith("model-") for name in hub.bodies)
+    assert client(ours, HF_HUB_OFFLINE="1") == said
+    theirs = ours.replace("load(", "transformers.AutoModelForCausalLM.from_pretrained(")
+    assert client("import transformers", theirs) == said
+
+
 def test_the_config_alone(hub: Hub, client: Client) -> None:
     assert client(f"print(converters.read_config({REPO!r}).vocab_size)") == ["131"]
     assert hub.bodies == ["config.json"]

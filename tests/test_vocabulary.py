@@ -18,6 +18,8 @@ from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.lens_names import HEADS_BEHIND, NAMES
 from transformer_std.printing import printout
 
+pytestmark = pytest.mark.quick
+
 Folders = Callable[[Recipe], Path]
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])
@@ -351,8 +353,8 @@ def test_tokens_and_text(speaking: HookedTransformer) -> None:
     tokens = speaking.to_tokens(text)
     assert speaking.to_string(tokens[0]) == text
     assert speaking.to_string(tokens) == [text]
-    assert speaking.to_str_tokens(text) == text.split()
-    assert speaking.to_str_tokens(tokens) == text.split()
+    assert speaking.to_str_tokens(text) == ["the", " cat", " sat", " on", " the", " red", " mat"]
+    assert speaking.to_str_tokens(tokens) == speaking.to_str_tokens(text)
     assert speaking.to_single_token("cat") == int(tokens[0, 1])
     with pytest.raises(ValueError, match=r"'the cat' is 2 tokens, \['the', 'cat'\], not one"):
         speaking.to_single_token("the cat")

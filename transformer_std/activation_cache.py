@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from transformer_std.config import TransformerConfig
 from transformer_std.decomposition import Decomposition
 from transformer_std.hook_points import HookPoint, Later
-from transformer_std.layouts import axes
+from transformer_std.layouts import axes, layout_name, layout_named
 from transformer_std.names import Names, UnknownName
 
 if TYPE_CHECKING:
     from transformer_std.model import HookedTransformer
 
 GRAD = "_grad"
+FORMAT = "transformer_std.cache 1"
 Slice = int | slice | Tensor | list[int]
 
 
@@ -33,6 +39,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
         self._values, self._names = values, names
         self._gone: frozenset[str] = frozenset()  # axes that were taken out of every value
         self._model = weakref.ref(model)  # a cache keeps no model alive
+        self._config = model.config
 
     @property
     def model(self) -> HookedTransformer:
@@ -46,15 +53,76 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     @model.setter
     def model(self, model: HookedTransformer) -> None:
-        self._model = weakref.ref(model)
+        """Raises `ValueError` where `model` is built otherwise than the one that ran."""
+        if not _same_build(self._config, model.config):
+            raise ValueError("this cache is of another model: its config differs from this one's")
+        self._model, self._names = weakref.ref(model), model.names
+
+    def save(self, file: str | Path) -> None:
+        """Writes the cache as safetensors: each value under its name, and in the header the layouts, the model's config
+        and the axes that were taken out. `ActivationCache.load` reads it, and so does any safetensors reader."""
+        from safetensors.torch import save_file
+
+        values = dict(self)
+        tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+        shared = {value.untyped_storage().data_ptr() for value in tensors.values()}
+        if len(shared) < len(tensors):  # neighbours that are one tensor
+            tensors = {name: value.clone() for name, value in tensors.items()}
+        points = {name: self._names.points[name.removesuffix(GRAD)] for name in values}
+        header = {
+            "format": FORMAT,
+            "points": {name: [layout_name(point.layout), point.description] for name, point in points.items()},
+            "others": {name: value for name, value in values.items() if not isinstance(value, Tensor)},
+            "gone": sorted(self._gone),
+            "config": self._config and self._config.to_dict(),
+        }
+        beside = Path(file).with_name(f".{Path(file).name}.{uuid.uuid4().hex}")
+        try:
+            save_file(tensors, beside, {key: json.dumps(value) for key, value in header.items()})
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, file: str | Path, model: HookedTransformer | None = None) -> ActivationCache:
+        """Reads what `save` wrote, memory-mapped. With the `model` that ran, the cache decomposes and speaks of tokens.
+
+        Raises:
+            ValueError: the file holds something else, or is of another model.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as opened:
+                header = {key: json.loads(value) for key, value in (opened.metadata() or {}).items()}
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{file} is not a cache that ActivationCache.save wrote: {error}") from None
+        if header.get("format") != FORMAT:
+            raise ValueError(f"{file} is not a cache that ActivationCache.save wrote: it says {header.get('format')!r}")
+        others = {name: tuple(value) if isinstance(value, list) else value for name, value in header["others"].items()}
+        held = {**tensors, **others}
+        points = {name.removesuffix(GRAD): entry for name, entry in header["points"].items()}
+        cache = cls.__new__(cls)
+        cache.__setstate__(
+            {
+                "_values": {name: held[name] for name in header["points"]},
+                "_names": Names.of({name: (layout_named(kind), what) for name, (kind, what) in points.items()}),
+                "_gone": frozenset(header["gone"]),
+                "_config": header["config"] and TransformerConfig.from_dict(header["config"]),
+            }
+        )
+        if model is not None:
+            cache.model = model
+        return cache
 
     def __getstate__(self) -> dict[str, Any]:
         """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
         values = {name: owned(value) if isinstance(value, Tensor) else value for name, value in self.items()}
-        return {"_values": values, "_names": self._names, "_gone": self._gone}
+        return {"_values": values, "_names": self._names, "_gone": self._gone, "_config": self._config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _model=lambda: None)
+        self.__dict__.update({"_config": None, **state}, _model=lambda: None)
 
     def __copy__(self) -> ActivationCache:
         return self._map(lambda _, value: value)
@@ -183,3 +251,8 @@ def owned(value: Tensor, alias: bool = False) -> Tensor:
     if torch._C._functorch.is_functorch_wrapped_tensor(value):  # has no memory of its own to look at
         return value
     return value.clone() if alias or value.untyped_storage().nbytes() > value.nbytes else value
+
+
+def _same_build(one: TransformerConfig | None, other: TransformerConfig) -> bool:
+    """Whether two models differ in nothing but their dtype; of a file of an earlier version nothing is known."""
+    return one is None or dataclasses.replace(one, dtype=other.dtype) == other

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from transformer_std.decomposition import bias_logits
 from transformer_std.hook_points import HookPoint
 
-Positions = int | Sequence[int] | slice | Tensor | None
+Positions = Any  # None, a number, a slice, or numbers in lists, an array or a tensor
 Hooks = list[tuple[tuple[str, int], Any]]
 
 
@@ -29,20 +31,24 @@ class Analysis:
         return bias_logits(self)  # type: ignore[arg-type]
 
     def get_topk_closest_tokens(self, hidden: Float[Tensor, "*axes hidden_size"], k: int = 5) -> list[Any]:
-        """The `k` likeliest next tokens of a stream, read out by the final norm and the head: pairs of text and
-        probability; nested lists where `hidden` has more axes than the last."""
+        """The `k` likeliest next tokens of a stream, read out by the final norm and the head: pairs of name (as
+        `token_name` says it) and probability; nested lists where `hidden` has more axes than the last."""
         probabilities = self.project_on_vocab(hidden).detach().softmax(-1, dtype=torch.float32)  # type: ignore[attr-defined]
         return self._named(*probabilities.topk(k, dim=-1))
 
     def probs_to_dict(self, probabilities: Float[Tensor, " vocab_size"], k: int = 5) -> dict[str, float]:
-        """The `k` likeliest tokens of a distribution, `cache["next_token_probs"][0]` say: text -> probability."""
+        """The `k` likeliest tokens of a distribution, `cache["next_token_probs"][0]` say, the likeliest first: name, as
+        `token_name` says it, -> probability. No two tokens share an entry."""
         return dict(self._named(*probabilities.topk(k)))
 
     def _named(self, values: Tensor, ids: Tensor) -> list[Any]:
+        """Pairs of a token's name and its value; tokens of one name are told apart by their ids."""
         if ids.ndim > 1:
             return [self._named(*each) for each in zip(values, ids, strict=True)]
-        decode = self.tokenizer.decode  # type: ignore[attr-defined]
-        return [(decode([int(each)]), float(value)) for each, value in zip(ids, values, strict=True)]
+        names = [self.token_name(each) for each in ids.tolist()]  # type: ignore[attr-defined]
+        often = {name for name, count in Counter(names).items() if count > 1}
+        unique = [f"{name}#{each}" if name in often else name for name, each in zip(names, ids.tolist(), strict=True)]
+        return list(zip(unique, values.tolist(), strict=True))
 
     @contextlib.contextmanager
     def skip_layers(
@@ -77,10 +83,23 @@ class Analysis:
 
         Positions are columns of the input, padding included, so that -1 is every row's last token under left padding.
         In generation they are the prompt's, and the tokens after it are steered only where `token_positions` is None.
+
+        Args:
+            layers: a block's number, or several.
+            vector: [hidden_size].
+            factor: what the vector is multiplied by.
+            token_positions: None for all; a number or a slice for the same on every row; [rows] or [rows, n] (a tensor
+                or lists, whose rows may differ in length) for each row's own, in the order of `batch_index`; [1, n] for
+                these on every row. Where one row is steered, a flat list is its positions.
+            batch_index: the rows to steer, a number, a list, a slice or a tensor; None for all.
+
+        Raises:
+            ValueError: a vector of another size; in the forward, a position or row that the input does not have, or
+                positions for another number of rows.
         """
         if vector.shape != (self.hidden_size,):  # type: ignore[attr-defined]
             raise ValueError(f"the vector is {list(vector.shape)}; the stream has {self.hidden_size} dimensions")  # type: ignore[attr-defined]
-        rows = slice(None) if batch_index is None else [batch_index] if isinstance(batch_index, int) else batch_index
+        positions, rows = _numbers("token_positions", token_positions), _numbers("batch_index", batch_index)
 
         prompt = 0
 
@@ -89,13 +108,12 @@ class Analysis:
             prompt = stream.shape[1] if hook.step == 0 else prompt
             if token_positions is not None and stream.shape[1] < prompt:
                 return None  # a step that reads the new token alone
+            at, columns = _places(rows, positions, len(stream), prompt)
             change = torch.zeros_like(stream)
-            some = change[rows]
-            if token_positions is None:
-                some[:] = factor * vector.to(stream)
+            if columns is None:
+                change[at] = factor * vector.to(stream)
             else:
-                some[:, :prompt][:, token_positions] = factor * vector.to(stream)
-            change[rows] = some
+                change[at, columns] = factor * vector.to(stream)
             return stream + change
 
         layers = [layers] if isinstance(layers, int) else layers
@@ -126,3 +144,58 @@ class Analysis:
         count = self.layers[layer].mlp.num_experts
         if not 0 <= expert < count:
             raise ValueError(f"expert {expert} is out of range: block {layer} has experts 0 to {count - 1}")
+
+
+def _numbers(name: str, given: Any) -> Any:
+    """Positions or rows as plain numbers: a slice, None, one number, or lists of them."""
+    given = given.tolist() if isinstance(given, Tensor) or hasattr(given, "tolist") else given
+    if given is None or isinstance(given, slice):
+        return given
+    if isinstance(given, numbers.Integral) and not isinstance(given, bool):
+        return int(given)
+    if isinstance(given, (list, tuple, range)) and len(given):
+        return [_numbers(name, each) for each in given]
+    raise TypeError(f"{name} holds {given!r}: give whole numbers, in lists or a tensor, or a slice")
+
+
+def _within(name: str, number: Any, count: int) -> int:
+    if not isinstance(number, int):
+        raise ValueError(f"{name} holds {number!r} in the place of a number")
+    if not -count <= number < count:
+        raise ValueError(f"{name} {number} is out of range: the input has {count}")
+    return number % count
+
+
+def _sliced(name: str, given: slice, count: int) -> list[int]:
+    chosen = list(range(count))[given]
+    if not chosen:
+        raise ValueError(f"{name} {given} is out of range: the input has {count}")
+    return chosen
+
+
+def _places(rows: Any, positions: Any, batch: int, seq: int) -> tuple[list[int], list[int] | None]:
+    """The row and the column of each place to steer; whole rows where `positions` is None."""
+    rows = slice(None) if rows is None else rows
+    rows = (
+        _sliced("batch_index", rows, batch) if isinstance(rows, slice) else rows if isinstance(rows, list) else [rows]
+    )
+    rows = [_within("batch_index", row, batch) for row in rows]
+    if positions is None:
+        return rows, None
+    if isinstance(positions, (slice, int)):
+        own = _sliced("token_positions", positions, seq) if isinstance(positions, slice) else [positions]
+        each = [own] * len(rows)
+    else:
+        nested = any(isinstance(own, list) for own in positions)
+        each = [own if isinstance(own, list) else [own] for own in positions]
+        if not nested and len(rows) == 1:
+            each = [positions]
+        elif nested and len(each) == 1:
+            each = each * len(rows)
+    if len(each) != len(rows):
+        raise ValueError(
+            f"token_positions are for {len(each)} rows, and {len(rows)} are steered: give each row its own, [rows] or "
+            "[rows, n], or [1, n] for these on every row"
+        )
+    places = [(row, _within("token_positions", at, seq)) for row, own in zip(rows, each, strict=True) for at in own]
+    return [row for row, _ in places], [column for _, column in places]

@@ -43,5 +43,15 @@ def is_integer(layout: Any) -> bool:
 
 def describe(layout: Any, sizes: dict[str, int] | None = None) -> str:
     """`Residual [batch seq hidden_size]`, or with the sizes that are known: `Residual [batch seq 2560]`."""
-    name = next(name for name, alias in globals().items() if alias is layout)
-    return f"{name} [{' '.join(str((sizes or {}).get(axis, axis)) for axis in axes(layout))}]"
+    return f"{layout_name(layout)} [{' '.join(str((sizes or {}).get(axis, axis)) for axis in axes(layout))}]"
+
+
+def layout_name(layout: Any) -> str:
+    return next(name for name, alias in globals().items() if alias is layout)
+
+
+def layout_named(name: str) -> Any:
+    """The inverse; raises `ValueError` where there is none of that name."""
+    if not hasattr(layout := globals().get(name), "dim_str") and layout is not Size:
+        raise ValueError(f"there is no layout {name!r}")
+    return layout

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +11,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from transformer_std.analysis import Analysis
 from transformer_std.components.blocks import BLOCKS
-from transformer_std.components.functions import prompt_angles, real_positions, rotary_angles, seen_keys, visible
+from transformer_std.components.functions import (
+    documents,
+    prompt_angles,
+    real_positions,
+    rotary_angles,
+    seen_keys,
+    visible,
+)
 from transformer_std.components.norms import build_norm
+from transformer_std.components.tracing import can_look
 from transformer_std.config import TransformerConfig
 from transformer_std.generation import Generation
-from transformer_std.hook_points import HookPoint
+from transformer_std.hook_points import HookPoint, laid_out_as
 from transformer_std.hooking import Hooked
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
@@ -32,7 +37,7 @@ from transformer_std.names import Names
 from transformer_std.patching import Patching
 from transformer_std.printing import printout
 from transformer_std.runs import IDLE, RUN
-from transformer_std.text import Text
+from transformer_std.text import Text, checked_mask
 from transformer_std.weights import embedding_rows, linear_map
 
 if TYPE_CHECKING:
@@ -59,7 +64,9 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
     lm_head_output = HookPoint(Logits, "The head's output")
     logits = HookPoint(Logits, "The logits the model returns")
     next_token_probs = HookPoint(
-        NextTokenProbs, "The next-token distribution at the last position; derived, read-only", write="logits"
+        NextTokenProbs,
+        "The next-token distribution at each row's last real position; derived, read-only",
+        write="logits",
     )
 
     def __init__(
@@ -119,7 +126,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         cls,
         source: Any,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         device_map: str | dict[str, Any] | None = None,
         max_memory: dict[Any, Any] | None = None,
@@ -133,7 +140,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         Args:
             source: a folder (a Hugging Face checkpoint's or one that `save_pretrained` wrote), a weights file in one, a
                 Hub id, or a live transformers model, whose tensors are then shared.
-            dtype: None keeps the config's, or else the tensors' own.
+            dtype: torch's or its name, "bfloat16"; None or "auto" keeps the config's, or else the tensors' own.
             device: None keeps the weights memory-mapped on the CPU.
             device_map: "auto", or a dict from parts of the tree (`layers.3`) to devices, "cpu" or "disk": the model is
                 spread over them by accelerate (extra `big`). `max_memory` limits each device, as accelerate takes it;
@@ -161,40 +168,28 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config and weights in our own format, and the tokenizer where it is loaded; `from_pretrained` reads
-        it back, without transformers."""
-        from safetensors.torch import save_file
+        """Writes config, weights and tokenizer in our own format; `from_pretrained` reads it back, without
+        transformers.
 
-        folder = Path(folder)
-        self.check_in_memory()
-        for theirs in ("config.json", "model.safetensors.index.json"):
-            if (folder / theirs).exists():
-                raise ValueError(
-                    f"{folder} holds another checkpoint ({theirs}), which ours would ruin: name a new folder"
-                )
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
-        tied = self.lm_head.weight is self.embed_tokens.weight
-        if tied:
-            del tensors["lm_head.weight"]
-        dtype = str(self.embed_tokens.weight.dtype).removeprefix("torch.")
-        config = dataclasses.replace(self.config, dtype=dtype, tied_head=tied)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Written beside, then moved: an interrupt leaves what was there.
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            save_file(tensors, Path(beside) / "model.safetensors", metadata={"format": "pt"})
-            (Path(beside) / "transformer_std.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-            if self._tokenizer is not None:
-                self.tokenizer.save_pretrained(beside)
-            for file in Path(beside).iterdir():
-                file.replace(folder / file.name)
+        Whole or not at all: however it is stopped, and whoever else saves there, `folder` holds this model or what it
+        held before. An earlier save of ours there is replaced, with its tokenizer; other files are left alone.
+
+        Raises:
+            RuntimeError: weights that are not in memory.
+            ValueError: weights that are not plain tensors, as the config describes them (adapters, parametrisations,
+                shards), or a folder that holds a checkpoint in another format.
+        """
+        from transformer_std import saving
+
+        saving.save(self, folder)
 
     def check_in_memory(self) -> None:
-        """Raises `RuntimeError` where weights that are about to be read are on disk, or were never filled."""
+        """Raises `RuntimeError` where weights that are about to be read are on disk, offloaded or never filled."""
         missing = [name for name, parameter in self.named_parameters() if parameter.is_meta]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} weights are not in memory ({missing[0]}, ...): this reads them directly, so load the "
-                "model without putting parts on disk"
+                "model without putting parts on disk or offloading them"
             )
 
     # -- the forward ---------------------------------------------------------------------------------------------
@@ -215,11 +210,12 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         """Runs the model.
 
         Args:
-            input: text, a list of texts (left-padded together), token ids [batch seq], or with `start_at_layer` the
-                stream [batch seq hidden_size] entering that block.
-            attention_mask: [batch seq], zeros for padding. A mask given wins over the tokenizer's. With a `kv_cache` it
+            input: text, a list of texts (left-padded together), token ids [batch seq], anything else that `read` takes,
+                or with `start_at_layer` the stream [batch seq hidden_size] entering that block.
+            attention_mask: [batch seq], zeros for padding. A mask given wins over the input's own. With a `kv_cache` it
                 is of the new positions, or of the ones that the cache holds and the new ones.
-            position_ids: [batch seq]. Without them positions count real tokens from 0.
+            position_ids: [batch seq]. Without them positions count real tokens from 0. Without an attention_mask or a
+                kv_cache, a position of 0 inside a row begins another document: each sees itself alone.
             kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
                 were given, also where a longrope's factors change later.
             return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
@@ -227,7 +223,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             start_at_layer: the first block to run.
             stop_at_layer: the first block not to run; the answer is the stream [batch seq hidden_size] that would
                 enter it. Negative numbers count from the last block.
-            last_logits_only: run the head on the last position alone, [batch 1 vocab_size].
+            last_logits_only: run the head on each row's last real position alone, [batch 1 vocab_size].
             loss_per_token: the loss of each position's next token, [batch seq-1]; NaN where one of the two is padding.
         """
         if return_type not in ("logits", "loss", "both", None):
@@ -236,6 +232,8 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             raise ValueError("the loss needs the logits of every position: leave out last_logits_only")
         if loss_per_token and return_type not in ("loss", "both"):
             raise ValueError(f"loss_per_token goes with return_type 'loss' or 'both', not {return_type!r}")
+        if start_at_layer is not None and stop_at_layer is None and return_type in ("loss", "both"):
+            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
         first, last = self._span(start_at_layer, stop_at_layer)
         if kv_cache is not None and (first, last) != (0, self.num_layers):
             raise ValueError("a kv_cache needs all layers: leave out start_at_layer and stop_at_layer")
@@ -252,43 +250,29 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             ones = torch.ones(batch, seq, dtype=torch.long, device=stream.device)
             attention_mask = self.attention_mask(ones if attention_mask is None else attention_mask)
         padding, seq = real_positions(attention_mask), stream.shape[1]
-        logits = None
+        logits, packed = None, None
+        if position_ids is not None:
+            position_ids = self._check_positions(position_ids, stream)
+            packed = documents(position_ids) if given is None and kv_cache is None else None
         with contextlib.nullcontext() if kv_cache is None else kv_cache.undone_on_error():
-            stream = self._run_blocks(stream, padding, position_ids, kv_cache, first, last)
-            if stop_at_layer is None and (return_type is not None or self._head_watched()):
-                logits = self._read_out(stream, last_logits_only)
+            stream = self._run_blocks(stream, padding, packed, position_ids, kv_cache, first, last)
+            if stop_at_layer is None:
+                logits = self._read_out(stream, padding, last_logits_only, needed=return_type is not None)
             if kv_cache is not None:
                 padded = padding if attention_mask is given else real_positions(given)
                 kv_cache.advance(None if padded is None else given, len(stream), seq)
         if stop_at_layer is not None:
             return stream
-        if return_type == "logits" or logits is None or return_type is None:
-            return logits if return_type == "logits" else None
-        if tokens is None:
-            raise ValueError("the loss needs the tokens, and with start_at_layer there are none: take the logits")
+        if return_type in ("logits", None):
+            return logits if return_type else None
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
-        loss = next_token_loss(logits, tokens, mask, loss_per_token)
+        loss = next_token_loss(logits, tokens, real_transitions(mask, packed), loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
-
-    def _head_watched(self) -> bool:
-        behind = (self.final_norm_output, self.lm_head_output, self.logits, self.next_token_probs)
-        return any(point.watched for point in behind)
 
     def _read_input(
         self, input: Input, attention_mask: Tensor | None, kv_cache: KVCache | None
     ) -> tuple[Tokens, Tensor | None]:
-        if not isinstance(input, Tensor):
-            tokens, own_mask = self._encode(input)
-            attention_mask = own_mask if attention_mask is None else attention_mask
-        else:
-            tokens = input
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"the input is {list(tokens.shape)} {tokens.dtype}: give text, a list of texts, or token ids "
-                "[batch seq]; a stream [batch seq hidden_size] goes with start_at_layer"
-            )
-        if tokens.numel() == 0:
-            raise ValueError(f"the input has no tokens: it is {list(tokens.shape)} [batch seq]")
+        tokens, attention_mask = self.read(input, attention_mask)
         # In one piece, as everywhere below: rows of an expanded or unfolded tensor share memory, which a hook may edit.
         tokens = self.input_ids(tokens.to(self.input_device, torch.long).contiguous())
         self.input_size((tokens.shape[0], tokens.shape[1]))
@@ -299,9 +283,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         return tokens, self._check_mask(attention_mask, tokens.shape)
 
     def _check_mask(self, mask: Tensor | None, size: Sequence[int]) -> Tensor | None:
-        if mask is not None and not isinstance(mask, Tensor):
-            raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
-        if mask is not None and tuple(mask.shape) != tuple(size):
+        if mask is not None and tuple(checked_mask(mask).shape) != tuple(size):
             raise ValueError(f"the attention_mask is {list(mask.shape)}; the input is {list(size)} [batch seq]")
         return None if mask is None else mask.to(self.input_device).contiguous()
 
@@ -353,6 +335,7 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         self,
         stream: Residual,
         padding: Tensor | None,
+        packed: Tensor | None,
         position_ids: Tensor | None,
         kv_cache: KVCache | None,
         first: int,
@@ -367,9 +350,10 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
                 position_ids = torch.arange(past, past + seq, device=device)[None]
             elif position_ids is None:
                 position_ids = (padding.cumsum(-1) - 1).clamp(min=0)[:, past:]
-            positions = self._check_positions(position_ids, stream)
-            angles = [rotary and rotary_angles(rotary, positions, dtype) for rotary in self._rotaries]
-        masks = [visible(padding, seq, seen_keys(past, seq, window), window, device) for window in self._windows]
+            angles = [rotary and rotary_angles(rotary, position_ids, dtype) for rotary in self._rotaries]
+        masks = [
+            visible(padding, seq, seen_keys(past, seq, window), window, device, packed) for window in self._windows
+        ]
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
         # What is to be computed again in the backward, under activation checkpointing, knows whose hooks it has.
@@ -379,11 +363,24 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             stream = block(stream, angles[rotary], masks[window], cache, **again)
         return stream
 
-    def _read_out(self, stream: Residual, last_only: bool) -> Float[Tensor, "batch read vocab_size"]:
+    def _read_out(
+        self, stream: Residual, padding: Tensor | None, last_only: bool, needed: bool
+    ) -> Float[Tensor, "batch read vocab_size"] | None:
+        """The logits; where nobody needs them, only what is watched behind the blocks."""
+        head = needed or any(point.watched for point in (self.lm_head_output, self.logits, self.next_token_probs))
+        if not (head or self.final_norm_output.watched):
+            return None
         normed = self.final_norm_output(self.norm(stream))
-        logits = self.logits(self.lm_head_output(self.lm_head(normed[:, -1:] if last_only else normed)))
+        if not head:
+            return None
+        read = normed[:, -1:] if last_only else normed
+        if last_only and padding is not None and normed.shape[1] > 1:
+            # Laid out as the slice: what a head rounds to depends on its input's strides.
+            read = laid_out_as(last_positions(normed, padding), read)
+        logits = self.logits(self.lm_head_output(self.lm_head(read)))
         if self.next_token_probs.watched:
-            self.next_token_probs(logits[:, -1].softmax(-1, dtype=torch.float32))
+            last = last_positions(logits, None if last_only else padding)
+            self.next_token_probs(last[:, 0].softmax(-1, dtype=torch.float32))
         return logits
 
     def project_on_vocab(self, hidden: Float[Tensor, "*axes hidden_size"]) -> Float[Tensor, "*axes vocab_size"]:
@@ -463,15 +460,34 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         return linear_map(self, "lm_head", self.hidden_size)[1]
 
 
+def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | None) -> Float[Tensor, "batch 1 axis"]:
+    """Each row's entry at its last real position; the last position's where a row has none."""
+    seq = values.shape[1]
+    if padding is None or seq == 1:
+        return values[:, -1:]
+    numbers = torch.arange(1, seq + 1, device=padding.device)
+    at = ((padding[:, -seq:] * numbers).amax(-1) - 1) % seq
+    return values.gather(1, at[:, None, None].to(values.device).expand(-1, 1, values.shape[2]))
+
+
+def real_transitions(mask: Tensor | None, packed: Tensor | None) -> Bool[Tensor, "batch transitions"] | None:
+    """False where one of two neighbours is padding, or of another document; None where there is neither."""
+    real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
+    return real if packed is None else packed[:, :-1] == packed[:, 1:]
+
+
 def next_token_loss(
-    logits: Logits, tokens: Tokens, mask: Tensor | None, per_token: bool = False
+    logits: Logits, tokens: Tokens, real: Bool[Tensor, "batch transitions"] | None, per_token: bool = False
 ) -> Float[Tensor, ""] | Float[Tensor, "batch transitions"]:
     """Cross-entropy, in nats and float32, of each real token given the real tokens before it: the mean, or
     `per_token`, with NaN where there is none."""
-    real = None if mask is None else mask[:, :-1].bool() & mask[:, 1:].bool()
-    if tokens.shape[1] == 1 or (real is not None and not real.any()):
+    seen = real is not None and can_look(real)
+    if tokens.shape[1] == 1 or (seen and not real.any()):
         raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
     losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
     if per_token:
         return losses if real is None else losses.masked_fill(~real, torch.nan)
-    return losses.mean() if real is None else losses[real].mean()
+    if real is None:
+        return losses.mean()
+    # Where nobody looks, no tensor's size can hang on the mask; without a real transition the mean is then NaN.
+    return losses[real].mean() if seen else losses.where(real, 0).sum() / real.sum()

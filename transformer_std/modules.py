@@ -41,6 +41,9 @@ class Direct(nn.Module):
         own = self.__dict__
         if name in (held := own.get("_modules", ())) or name in (held := own.get("_parameters", ())):
             return held[name]
+        found = getattr(type(self), name, None)
+        if isinstance(found, property):  # one that raised an AttributeError: told again, as torch hides its cause
+            return found.__get__(self)
         return super().__getattr__(name)
 
     def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -54,6 +54,19 @@ class Names:
             if isinstance(module, Host):
                 self._add(path, module)
 
+    @classmethod
+    def of(cls, points: dict[str, tuple[Any, str]]) -> Names:
+        """An index of some values of a model that is not here: full name -> layout and description."""
+        names = cls(nn.Module())
+        for full, (layout, description) in points.items():
+            parts = full.split(".")
+            point = names.points[full] = HookPoint(layout, description)
+            point.name, point.layer = full, int(parts[1]) if len(parts) > 1 else None
+            point.value = ".".join(parts[3:] or parts[-1:])
+            names.by_value.setdefault(point.value, {})[point.layer] = point
+            names.num_layers = max(names.num_layers, -1 if point.layer is None else point.layer + 1)
+        return names
+
     def _add(self, path: str, host: Host) -> None:
         parts = path.split(".") if path else []
         layer = int(parts[1]) if parts else None

@@ -77,9 +77,7 @@ class Patching:
         size = _size(
             [[clean[point.name].shape[at] for at in places] for point, places in zip(points, swept, strict=True)]
         )
-        if not isinstance(corrupted, Tensor):
-            corrupted, own_mask = self._encode(corrupted)  # type: ignore[attr-defined]
-            attention_mask = own_mask if attention_mask is None else attention_mask
+        corrupted, attention_mask = self.read(corrupted, attention_mask)  # type: ignore[attr-defined]
         # Hooks that are on the model may mean one row, or need every block.
         alone = any(point.watched for point in self.names.points.values())
         inputs = dict.fromkeys((point.layer for point in points), corrupted)

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformer_std import config
 from transformer_std.components.functions import Angles, causal, expand_kv, turn_both
 from transformer_std.components.norms import build_norm
+from transformer_std.components.reuse import filled, times
+from transformer_std.components.tracing import can_look
 from transformer_std.hook_points import HookPoint, Host
 from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Values
 from transformer_std.modules import Direct, Linear
@@ -111,8 +113,7 @@ def mix_fast(q: Queries, k: AllKeys, v: AllValues, mask: Mask, scale: float) -> 
 
 
 def scaled_scores(q: Queries, k: Float[Tensor, "batch num_heads key qk_head_dim"], scale: float) -> Pattern:
-    scores = torch.matmul(q, rearrange(k, "batch head key dim -> batch head dim key"))
-    return scores * scale if torch.is_grad_enabled() else scores.mul_(scale)
+    return times(torch.matmul(q, rearrange(k, "batch head key dim -> batch head dim key")), scale)
 
 
 def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
@@ -123,9 +124,8 @@ def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
     scores = scaled_scores(q, k, scale)
-    lowest = torch.finfo(scores.dtype).min
-    scores = scores.masked_fill(~mask, lowest) if torch.is_grad_enabled() else scores.masked_fill_(~mask, lowest)
-    if scores.dtype == torch.float16 and not bool(scores.isfinite().all()):
+    scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
+    if scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
         return _refined(scores, scaled_scores(q.float(), k.float(), scale).masked_fill(~mask, -torch.inf))
     return scores
 

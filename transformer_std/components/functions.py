@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from einops import repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from transformer_std.components.reuse import plus, times
+from transformer_std.components.tracing import can_look, kept
 from transformer_std.config import Rotary
 from transformer_std.layouts import Keys, Queries
 
@@ -16,7 +16,7 @@ SMALL = 2**15  # elements, which torch works through on one thread
 Angles = tuple[Float[Tensor, "rows 1 seq rotated"], Float[Tensor, "rows 1 seq rotated"]]
 
 
-@functools.lru_cache(maxsize=64)
+@kept(maxsize=None)  # none is ever let go: a CUDA graph may read it
 def inverse_frequencies(rotary: Rotary, long: bool, device: torch.device) -> Float[Tensor, " pairs"]:
     """Radians a position for each pair of rotated dimensions, computed in float32 on the CPU on every device."""
     exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32, device="cpu") / rotary.dims
@@ -39,7 +39,7 @@ def rotary_angles(rotary: Rotary, positions: Int[Tensor, "rows seq"], dtype: tor
         past = positions.max() >= rotary.original_length
         frequencies = torch.where(past, inverse_frequencies(rotary, True, positions.device), frequencies)
         if rotary.long_scale != rotary.short_scale:
-            scale = torch.where(past, rotary.long_scale, rotary.short_scale)
+            scale = torch.full_like(past, rotary.short_scale, dtype=torch.float32).masked_fill(past, rotary.long_scale)
     angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()
@@ -50,11 +50,18 @@ def rotary_angles(rotary: Rotary, positions: Int[Tensor, "rows seq"], dtype: tor
     return cos.to(dtype), sin.to(dtype)
 
 
-@functools.lru_cache(maxsize=8)
+def angles_from_zero(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> Angles:
+    return rotary_angles(rotary, torch.arange(length, device=device)[None], dtype)
+
+
+kept_angles = kept(maxsize=8)(angles_from_zero)
+
+
 def prompt_angles(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> Angles:
     """The angles of positions 0 to length - 1: the same for every prompt of a length, and kept for the next one."""
-    with torch.inference_mode(False):  # what is kept must serve autograd too
-        return rotary_angles(rotary, torch.arange(length, device=device)[None], dtype)
+    # A CUDA graph under capture makes them anew each time it runs, in memory of its own.
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (angles_from_zero if captured else kept_angles)(rotary, length, dtype, device)
 
 
 def turn(
@@ -64,7 +71,7 @@ def turn(
     (cos, signed_sin), dims, rest = angles, rotary.dims, heads.shape[-1] - rotary.dims
     first = heads.narrow(-1, 0, dims) if rest else heads
     turned, crossed = first * cos, first.roll(dims // 2, -1)
-    turned = turned + crossed * signed_sin if torch.is_grad_enabled() else turned.add_(crossed.mul_(signed_sin))
+    turned = plus(turned, times(crossed, signed_sin))
     if rest:
         return torch.cat((turned, heads.narrow(-1, dims, rest)), dim=-1)
     return turned.clone(memory_format=torch.contiguous_format) if rotary.joined else turned
@@ -91,20 +98,35 @@ def causal(queries: int, keys: int, window: int | None, device: torch.device) ->
 
 
 def real_positions(mask: Shaped[Tensor, "batch position"] | None) -> Bool[Tensor, "batch position"] | None:
-    """False on padding; None where there is none."""
-    return None if mask is None or bool(mask.all()) else mask.bool()
+    """False on padding; None where there is none, as far as can be seen without waiting for it."""
+    return None if mask is None or (can_look(mask) and bool(mask.all())) else mask.bool()
+
+
+def documents(positions: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"] | None:
+    """The number of each position's document in rows that are packed: another begins where positions do, at 0. None
+    where each row is one document, as far as can be seen without waiting for it."""
+    number = torch.cat((torch.zeros_like(positions[:, :1]), (positions[:, 1:] == 0).cumsum(-1)), dim=1)
+    return None if can_look(number) and not bool(number[:, -1].any()) else number
 
 
 def visible(
-    padding: Bool[Tensor, "batch position"] | None, queries: int, keys: int, window: int | None, device: torch.device
+    padding: Bool[Tensor, "batch position"] | None,
+    queries: int,
+    keys: int,
+    window: int | None,
+    device: torch.device,
+    packed: Int[Tensor, "batch position"] | None = None,
 ) -> Bool[Tensor, "rows 1 query key"] | None:
     """What each query sees; None where that is all keys up to its own, which needs no mask to say.
 
-    `padding` is False on padding; where it is of more positions than there are keys, the last ones count.
+    `padding` is False on padding; where it is of more positions than there are keys, the last ones count. Of rows that
+    are `packed`, which has the number of each position's document, a query sees its own document.
     """
-    if padding is None and queries in (1, keys) and (window is None or keys < window):
+    if padding is None and packed is None and queries in (1, keys) and (window is None or keys < window):
         return None
     seen = causal(queries, keys, window, device)[None, None]
+    if packed is not None:
+        seen = seen & (packed[:, None, :, None] == packed[:, None, None, :])
     return seen if padding is None else seen & padding[:, None, None, -keys:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from transformer_std.components.tracing import can_look, has_numbers
+
 Rows = Float[Tensor, "rows width"]
 FEW = 32  # experts
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Where each expert's rows end; or, of the experts that have any, how many.
 Groups = Int[Tensor, " num_experts"] | dict[int, int]
@@ -20,28 +24,45 @@ Groups = Int[Tensor, " num_experts"] | dict[int, int]
 
 def group(expert: Int[Tensor, " rows"], num_experts: int) -> Groups:
     """The groups of rows that are sorted by `expert`."""
-    if _few(expert, num_experts) and not torch.compiler.is_compiling():
+    if _few(expert, num_experts) and can_look(expert):
         return collections.Counter(expert.tolist())
     return torch.searchsorted(expert, torch.arange(num_experts, device=expert.device), right=True, out_int32=True)
 
 
 def by_expert(rows: Rows, weights: Float[Tensor, "num_experts out width"], groups: Groups) -> Float[Tensor, "rows out"]:
     """Each expert's rows, which lie together, times its matrix."""
-    if torch.compiler.is_compiling():
+    rows = rows.to(weights.dtype)  # autocast leaves these products as wide as the weights, as transformers' are
+    if not isinstance(groups, Tensor):
+        return _one_by_one(rows, weights, groups)
+    if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.is_meta:
         return torch.ops.transformer_std.by_expert(rows, weights, groups)
-    return _by_expert(rows, weights, groups)
+    if has_numbers(groups) or _kernel_takes(rows, weights):
+        return _by_expert(rows, weights, groups)
+    return torch.ops.transformer_std.by_expert(rows, weights, groups)
 
 
-def _by_expert(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    if isinstance(groups, Tensor):
-        aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])  # as its kernels want it
-        if aligned and not _few(rows, len(weights)) and hasattr(F, "grouped_mm"):
-            return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=groups)
-        counts = groups.diff(prepend=groups.new_zeros(1)).tolist()
-        groups = {expert: count for expert, count in enumerate(counts) if count}
-    # One product for each expert that was chosen, and nothing for the others.
-    parts = zip(rows.split(list(groups.values())), groups, strict=True)
-    return torch.cat([F.linear(part, weights.select(0, expert)) for part, expert in parts])
+def _by_expert(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    if _kernel_takes(rows, weights) and not (_few(rows, len(weights)) and can_look(ends)):
+        return F.grouped_mm(rows, rearrange(weights, "expert out width -> expert width out"), offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return _one_by_one(rows, weights, {expert: count for expert, count in enumerate(counts) if count})
+
+
+def _one_by_one(rows: Tensor, weights: Tensor, counts: dict[int, int]) -> Tensor:
+    """One product for each expert that was chosen, and nothing for the others."""
+    parts = zip(rows.split(list(counts.values())), counts, strict=True)
+    with _no_autocast(rows.device.type):
+        return torch.cat([F.linear(part, weights.select(0, expert)) for part, expert in parts])
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+def _kernel_takes(rows: Tensor, weights: Tensor) -> bool:
+    """Whether torch's grouped product knows this dtype, and has every row begin where its kernels want it."""
+    aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
+    return aligned and rows.dtype in KERNEL_DTYPES and hasattr(F, "grouped_mm")
 
 
 def _few(rows: Tensor, num_experts: int) -> bool:

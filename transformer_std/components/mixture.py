@@ -15,6 +15,7 @@ from transformer_std import config
 from transformer_std.components.grouped import Rows, by_expert, group, take, unsorted
 from transformer_std.components.mlp import ACTIVATIONS, SharedExpert
 from transformer_std.components.norms import build_norm
+from transformer_std.components.reuse import times
 from transformer_std.components.routers import Choice, sigmoid_top_k, softmax_top_k, sparsemixer
 from transformer_std.hook_points import HookPoint, Host, Missing, laid_out_as
 from transformer_std.layouts import (
@@ -54,8 +55,7 @@ class Experts(Direct):
         del both
         out = by_expert(neurons, self.down, groups)
         del neurons
-        weight = weights.flatten()[order, None]
-        out = out.mul_(weight) if not torch.is_grad_enabled() and out.dtype == weight.dtype else out * weight
+        out = times(out, weights.flatten()[order, None])
         return take(out, unsorted(order)).view(*indices.shape, -1)
 
     def neurons(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from transformer_std import config
 from transformer_std.components.norms import build_norm
+from transformer_std.components.reuse import plus, tanh, times
 from transformer_std.hook_points import HookPoint, Host
 from transformer_std.layouts import Neurons, Residual
 from transformer_std.modules import Linear
@@ -23,10 +24,9 @@ SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 def gelu_new(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """GPT-2's approximation by a tanh, in the order of its release: `F.gelu(approximate="tanh")` rounds differently."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return 0.5 * x * (1.0 + torch.tanh(SQRT_2_OVER_PI * (x + 0.044715 * torch.pow(x, 3.0))))
-    inner = torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(SQRT_2_OVER_PI)  # the same, in one tensor's memory
-    return (0.5 * x).mul_(inner.tanh_().add_(1.0))
+    half = 0.5 * x
+    inner = times(plus(times(torch.pow(x, 3.0), 0.044715), x), SQRT_2_OVER_PI)
+    return times(half, plus(tanh(inner), 1.0))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -22,14 +22,17 @@ class RMSNorm(Norm):
         return torch.float32 if self.cfg.wide_in_half and dtype == torch.float16 else dtype
 
     def forward(self, x: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
-        weight = self.weight
-        if torch.is_grad_enabled():  # the fused kernel has these very bits forward, but others backward
+        weight, dtype = self.weight, x.dtype
+        # The fused kernel has these very bits forward, but others backward, and in float64 it is finer.
+        if torch.is_grad_enabled() or dtype == torch.float64:
             wide = x.float()
             normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-            return weight * normed.to(x.dtype) if self.cast_before_weight else (weight * normed).to(x.dtype)
-        if self.cast_before_weight and x.dtype != torch.float32:
-            return weight * torch.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
-        return torch.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+            return weight * normed.to(dtype) if self.cast_before_weight else (weight * normed).to(dtype)
+        if self.cast_before_weight and dtype != torch.float32:
+            return weight * torch.rms_norm(x.float(), weight.shape, None, self.eps).to(dtype)
+        if dtype != weight.dtype:
+            x, weight = x.float(), weight.float()
+        return torch.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
