@@ -199,7 +199,7 @@ def test_heads_sum_to_the_attention(model: HookedTransformer, cache: Any) -> Non
     if attention.post_norm is not None:
         from transformer_std.decomposition import frozen
 
-        bias = frozen(attention.post_norm, bias, cache["attention_unnormed_output", 1], "post_norm")
+        bias = frozen(attention, "post_norm", bias, cache["attention_unnormed_output", 1])
         raw = cache.stack_head_results(2, post_norm=False)[model.num_heads :].sum(0) + attention.b_O
         torch.testing.assert_close(raw, cache["attention_unnormed_output", 1])
     torch.testing.assert_close(heads + bias[0], cache["attention_output", 1])

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from transformer_std.components.norms import RMSNorm
+from transformer_std.hook_points import Host
 from transformer_std.modules import LayerNorm
 from transformer_std.names import UnknownName
 from transformer_std.weights import computes_as, linear_map, own_weight
@@ -96,10 +97,9 @@ class Decomposition:
         parts, labels = [], []
         for i in range(at):
             heads = rearrange(self["attention_result", i], "... head hidden -> head ... hidden")
-            norm = self.model.layers[i].self_attn.post_norm
-            if norm is not None and post_norm:
-                where = f"layers.{i}.self_attn.post_norm"
-                heads = frozen(norm, heads, self["attention_unnormed_output", i], where)
+            attention = self.model.layers[i].self_attn
+            if attention.post_norm is not None and post_norm:
+                heads = frozen(attention, "post_norm", heads, self["attention_unnormed_output", i])
             parts.append(heads)
             labels += [f"L{i}H{head}" for head in range(len(heads))]
         stack = torch.cat(parts) if parts else self["layer_input", 0].new_zeros(0, *self["layer_input", 0].shape)
@@ -114,9 +114,9 @@ class Decomposition:
         norm's bias, which belongs to no part."""
         at = self._blocks_before(layer)
         whole = self._stream(at, mlp_input)
-        name = "norm" if at == self.model.num_layers else "mlp_norm" if mlp_input else "attention_norm"
-        where = name if name == "norm" else f"layers.{at}.{name}"
-        return frozen(self.model.get_submodule(where), stack, whole, where)
+        if at == self.model.num_layers:
+            return frozen(self.model, "norm", stack, whole)
+        return frozen(self.model.layers[at], "mlp_norm" if mlp_input else "attention_norm", stack, whole)
 
     def logit_attrs(self, stack: Stack, tokens: Any, incorrect_tokens: Any = None) -> Float[Tensor, "component ..."]:
         """What each part of the last stream adds to the logit of `tokens`, less that of `incorrect_tokens`: through the
@@ -145,7 +145,7 @@ class Decomposition:
         entries are then what each block adds to the logits."""
         normed = self.apply_ln_to_stack(self.accumulated_resid(layer))
         with in_graph_of(normed):
-            return self.model.lm_head(normed if (bias := norm_bias(self.model.norm)) is None else normed + bias)
+            return self.model.lm_head(normed if (bias := norm_bias(self.model)) is None else normed + bias)
 
     def expert_counts(self, layer: int) -> Int[Tensor, " num_experts"]:
         """How many slots of real tokens block `layer` sent to each expert."""
@@ -218,10 +218,11 @@ def in_graph_of(*values: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.set_grad_enabled(torch.is_grad_enabled() and any(each.requires_grad for each in values))
 
 
-def frozen(norm: nn.Module, stack: Stack, whole: Float[Tensor, "*axes hidden_size"], where: str) -> Stack:
-    """`norm`, which is at `where` in the model, as the linear map that it was on `whole`, without its bias."""
+def frozen(host: Host, name: str, stack: Stack, whole: Float[Tensor, "*axes hidden_size"]) -> Stack:
+    """The norm `name` of `host` as the linear map that it was on `whole`, without its bias."""
+    weight, norm = own_weight(host, name, "weight", RMSNorm, LayerNorm), host.get_submodule(name)
     with in_graph_of(stack, whole):
-        wide, parts, weight = whole.float(), stack.float(), own_weight(norm, "weight", where, RMSNorm, LayerNorm)
+        wide, parts = whole.float(), stack.float()
         if isinstance(norm, LayerNorm):
             parts = parts - parts.mean(-1, keepdim=True)
             wide = wide - wide.mean(-1, keepdim=True)
@@ -229,14 +230,14 @@ def frozen(norm: nn.Module, stack: Stack, whole: Float[Tensor, "*axes hidden_siz
         return (parts * scale * weight.to(parts)).to(stack.dtype)
 
 
-def norm_bias(norm: nn.Module) -> Float[Tensor, " hidden_size"] | None:
+def norm_bias(model: HookedTransformer) -> Float[Tensor, " hidden_size"] | None:
     """The final norm's bias; an RMS norm has none."""
-    return None if computes_as(norm, RMSNorm) else own_weight(norm, "bias", "norm", LayerNorm)
+    return None if computes_as(model.norm, RMSNorm) else own_weight(model, "norm", "bias", LayerNorm)
 
 
 @torch.no_grad()
 def bias_logits(model: HookedTransformer) -> Float[Tensor, " vocab_size"]:
     """The constant that the final norm's bias and the head's add to every logit, whatever the input."""
-    bias = norm_bias(model.norm)
+    bias = norm_bias(model)
     weight, head_bias = linear_map(model, "lm_head", model.hidden_size)
     return head_bias if bias is None else head_bias + einsum(weight, bias, "vocab hidden, hidden -> vocab")

@@ -30,45 +30,52 @@ def linear_map(host: Host, name: str, width: int) -> tuple[Float[Tensor, "out wi
     Raises:
         UnreadableWeight: the weights are not in memory, or sharded; or the module is no linear map.
     """
-    module, where = host.get_submodule(name), f"{host.path}.{name}".lstrip(".")
+    module = host.get_submodule(name)
     if computes_as(module, Linear, nn.Linear):
-        weight, bias = in_memory(module.weight, where), module.bias
+        weight, bias = in_memory(module.weight, host, name), module.bias
         return weight, weight.new_zeros(len(weight)) if bias is None else bias
     if any(isinstance(each, _DropoutNd) and each.training and each.p > 0 for each in module.modules()):
-        raise UnreadableWeight(f"{where} drops out in training, and has no weight of its own then: call eval() first")
+        raise UnreadableWeight(
+            f"{place(host, name)} drops out in training, and has no weight of its own then: call eval() first"
+        )
     units = LARGE * torch.eye(width)
     mixed = LARGE * torch.sin(torch.arange(width))
-    asked = torch.cat((units, torch.zeros(1, width), mixed[None])).to(in_memory(_some_tensor(module), where))
+    asked = torch.cat((units, torch.zeros(1, width), mixed[None])).to(in_memory(_some_tensor(module), host, name))
     answers = module.forward(asked[None])[0]
     bias = answers[width]
     columns = (answers[:width] - bias) / LARGE
     wrong = answers[-1] - bias - asked[-1] @ columns
     rounding = 6 * max(torch.finfo(answers.dtype).eps, TF32)
     if wrong.norm() > rounding * columns.norm() * mixed.norm() / math.sqrt(width):
-        raise UnreadableWeight(f"{where} is {type(module).__name__}, no linear map, so it has no weight to read")
+        raise UnreadableWeight(
+            f"{place(host, name)} is {type(module).__name__}, no linear map, so it has no weight to read"
+        )
     return columns.mT, bias
 
 
 def embedding_rows(host: Host, name: str, count: int) -> Float[Tensor, "count width"]:
     """What `host`'s embedding `name` makes of each of `count` ids. Raises `UnreadableWeight` as `linear_map`."""
-    module, where = host.get_submodule(name), f"{host.path}.{name}".lstrip(".")
+    module = host.get_submodule(name)
     if computes_as(module, nn.Embedding):
-        return in_memory(module.weight, where)
-    ids = torch.arange(count, device=in_memory(_some_tensor(module), where).device)
+        return in_memory(module.weight, host, name)
+    ids = torch.arange(count, device=in_memory(_some_tensor(module), host, name).device)
     return module.forward(ids[None])[0]
 
 
-def own_weight(module: nn.Module, name: str, where: str, *kinds: type[nn.Module]) -> Tensor:
-    """The parameter `name` of a module of one of `kinds`, which computes with it in a way that only they know.
+def own_weight(host: Host, name: str, attribute: str, *kinds: type[nn.Module]) -> Tensor:
+    """The parameter `attribute` of `host`'s module `name`, of one of `kinds`, which computes with it in a way that only
+    they know.
 
     Raises:
         UnreadableWeight: another module is in its place, or the weight is not in memory, or sharded.
     """
+    module = host.get_submodule(name)
     if not computes_as(module, *kinds):
         raise UnreadableWeight(
-            f"{where} is {type(module).__name__}, which does not say how its {name} is used: merge an adapter first"
+            f"{place(host, name)} is {type(module).__name__}, which does not say how its {attribute} is used: merge an "
+            "adapter first"
         )
-    return in_memory(getattr(module, name), where)
+    return in_memory(getattr(module, attribute), host, name)
 
 
 def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -77,15 +84,19 @@ def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return type(module).forward in [kind.forward for kind in kinds] and ("forward" not in own or "_hf_hook" in own)
 
 
-def in_memory(weight: Tensor, where: str) -> Tensor:
+def place(host: Host, name: str) -> str:
+    return f"{host.path}.{name}".lstrip(".")
+
+
+def in_memory(weight: Tensor, host: Host, name: str) -> Tensor:
     if weight.is_meta:
         raise UnreadableWeight(
-            f"{where}'s weights are not in memory: this reads them directly, so load the model without putting parts "
-            "on disk"
+            f"{place(host, name)}'s weights are not in memory: this reads them directly, so load the model without "
+            "putting parts on disk"
         )
     if hasattr(weight, "device_mesh"):
         raise UnreadableWeight(
-            f"{where}'s weights are sharded: this reads them directly, so gather the model first "
+            f"{place(host, name)}'s weights are sharded: this reads them directly, so gather the model first "
             "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict)"
         )
     return weight

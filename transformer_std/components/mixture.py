@@ -220,4 +220,4 @@ class Mixture(Host):
         return rearrange(self._stacked("down"), "expert hidden neuron -> expert neuron hidden")
 
     def _stacked(self, name: str) -> Float[Tensor, "num_experts out width"]:
-        return own_weight(self.experts, name, f"{self.path}.experts", Experts)
+        return own_weight(self, "experts", name, Experts)
