@@ -423,6 +423,10 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(model: HookedTransformer) 
         model.run_with_hooks(prompt()[:, 6:7], kv_cache=cache, fwd_hooks=[(("layer_output", 1), fail)])
     assert len(cache) == 6
     assert torch.equal(model(prompt()[:, 6:7], kv_cache=cache), model(prompt()[:, 6:7], kv_cache=other))
+    with pytest.raises(RuntimeError, match="half-way"), cache.undone_on_error():
+        cache.advance(MASK[:, :9], 2, 2)  # noted already when the pass failed
+        raise RuntimeError("half-way")
+    assert (len(cache), cache.mask) == (7, None)
 
 
 def test_losses_and_counts_of_cached_passes(model: HookedTransformer) -> None:
