@@ -423,9 +423,14 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(model: HookedTransformer) 
         model.run_with_hooks(prompt()[:, 6:7], kv_cache=cache, fwd_hooks=[(("layer_output", 1), fail)])
     assert len(cache) == 6
     assert torch.equal(model(prompt()[:, 6:7], kv_cache=cache), model(prompt()[:, 6:7], kv_cache=other))
-    with pytest.raises(RuntimeError, match="half-way"), cache.undone_on_error():
-        cache.advance(MASK[:, :9], 2, 2)  # noted already when the pass failed
-        raise RuntimeError("half-way")
+
+    def fail_late() -> None:
+        with cache.undone_on_error():
+            cache.advance(MASK[:, :9], 2, 2)  # noted already when the pass failed
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        fail_late()
     assert (len(cache), cache.mask) == (7, None)
 
 
