@@ -427,6 +427,15 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(model: HookedTransformer) 
     assert len(cache) == 6
     assert torch.equal(model(prompt()[:, 6:7], kv_cache=cache), model(prompt()[:, 6:7], kv_cache=other))
 
+    def fail_late() -> None:
+        with cache.undone_on_error():
+            cache.advance(MASK[:, :9], 2, 2)  # noted already when the pass failed
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        fail_late()
+    assert (len(cache), cache.mask) == (7, None)
+
 
 def test_losses_and_counts_of_cached_passes(model: HookedTransformer) -> None:
     cache = KVCache(model)

@@ -289,7 +289,7 @@ def test_a_texts_tokens_join_to_the_text(pieces: HookedTransformer) -> None:
     assert "".join(pieces.to_str_tokens(half)) == pieces.to_string(half)
 
 
-def test_no_two_tokens_share_a_name(pieces: HookedTransformer) -> None:
+def test_no_two_tokens_share_a_name(pieces: HookedTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = {
         piece: pieces.tokenizer.convert_tokens_to_ids(piece) for piece in ("▁cat", "cat", "<0xF0>", "<0x9F>", "▁dog")
     }
@@ -305,8 +305,10 @@ def test_no_two_tokens_share_a_name(pieces: HookedTransformer) -> None:
     assert unknown in everything
     names = pieces.get_topk_closest_tokens(torch.randn(2, pieces.hidden_size), k=pieces.vocab_size)
     assert [len({name for name, _ in row}) for row in names] == [pieces.vocab_size] * 2
-    pieces.tokenizer.add_tokens([unknown])
-    assert len(pieces.probs_to_dict(probabilities, k=len(probabilities))) == len(probabilities)
+    assert pieces.token_name(pieces.tokenizer.convert_tokens_to_ids("<0x63>")) == "<0x63>"
+    assert pieces.token_name(pieces.tokenizer.convert_tokens_to_ids("c")) == "c"
+    monkeypatch.setattr(pieces, "token_name", lambda token: "cat")  # whatever a tokenizer makes of its tokens
+    assert list(pieces.probs_to_dict(probabilities, k=5).values()) == list(named.values())
 
 
 # -- no tokenizer ------------------------------------------------------------------------------------------------

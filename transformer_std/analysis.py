@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,13 +41,16 @@ class Analysis:
         return dict(self._named(*probabilities.topk(k)))
 
     def _named(self, values: Tensor, ids: Tensor) -> list[Any]:
-        """Pairs of a token's name and its value; tokens of one name are told apart by their ids."""
+        """Pairs of a token's name and its value; of tokens of one name the later have their ids behind it."""
         if ids.ndim > 1:
             return [self._named(*each) for each in zip(values, ids, strict=True)]
-        names = [self.token_name(each) for each in ids.tolist()]  # type: ignore[attr-defined]
-        often = {name for name, count in Counter(names).items() if count > 1}
-        unique = [f"{name}#{each}" if name in often else name for name, each in zip(names, ids.tolist(), strict=True)]
-        return list(zip(unique, values.tolist(), strict=True))
+        unique: dict[str, float] = {}
+        for token, value in zip(ids.tolist(), values.tolist(), strict=True):
+            name = self.token_name(token)  # type: ignore[attr-defined]
+            while name in unique:
+                name = f"{name}#{token}"
+            unique[name] = value
+        return list(unique.items())
 
     @contextlib.contextmanager
     def skip_layers(

@@ -92,8 +92,6 @@ def processors(
     unsaid = {key: value for key, value in config._get_default_generation_params().items() if key not in settings}
     followed = {key: settings[key] for key in (*counts, "do_sample") if key in settings}
     config.update(**{**unsaid, **followed, "max_length": seq + max_new_tokens})
-    if config.min_new_tokens is not None:
-        config.min_length = seq + config.min_new_tokens
     config._eos_token_tensor = eos if len(eos) else None
     # Its method needs no more of a model than this.
     model = SimpleNamespace(
