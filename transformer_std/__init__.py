@@ -2,18 +2,22 @@
 
 from transformer_std.activation_cache import ActivationCache
 from transformer_std.config import TransformerConfig
+from transformer_std.generation import Generated
 from transformer_std.hook_points import HookPoint, Unavailable
 from transformer_std.kv_cache import KVCache
 from transformer_std.model import HookedTransformer
 from transformer_std.names import UnknownName
+from transformer_std.padded import PaddedTokens
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCache",
+    "Generated",
     "HookPoint",
     "HookedTransformer",
     "KVCache",
+    "PaddedTokens",
     "TransformerConfig",
     "Unavailable",
     "UnknownName",
