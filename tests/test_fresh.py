@@ -97,7 +97,7 @@ def test_weights_that_are_not_the_models_own_are_not_drawn() -> None:
     model = HookedTransformer(converters.read_config(hf_config(NAMED["phi-base"]).to_dict()), seed=0)
     model.layers[2].self_attn.o = nn.Linear(96, 96)
     before = model.embed_tokens.weight.clone()
-    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.o is not the model's own"):
+    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.o.weight is not the model's own"):
         model.init_weights()
     assert torch.equal(model.embed_tokens.weight, before)
 

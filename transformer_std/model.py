@@ -111,15 +111,13 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
             RuntimeError: weights have no memory (`model.to_empty(device=...)` gives it), or are not the model's own.
         """
         self.check_in_memory()
-        split = [name.rpartition(".") for name, _ in self.named_parameters()]  # a tied one once
-        hosts = [(self.get_submodule(path), name) for path, _, name in split]
-        if strange := [
-            path for (host, _), (path, _, _) in zip(hosts, split, strict=True) if not isinstance(host, Direct)
-        ]:
-            raise RuntimeError(f"{strange[0]} is not the model's own, so nothing says how its weights start")
+        hosts = {name: self.get_submodule(name.rpartition(".")[0]) for name, _ in self.named_parameters()}  # tied: once
+        for name, host in hosts.items():
+            if not isinstance(host, Direct):
+                raise RuntimeError(f"{name} is not the model's own, so nothing says how it starts")
         generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
-        for host, name in hosts:
-            host.fill_fresh(name, self.config.initializer_range, generator)  # type: ignore[operator]
+        for name, host in hosts.items():
+            host.fill_fresh(name.rpartition(".")[2], self.config.initializer_range, generator)  # type: ignore[operator]
 
     @classmethod
     def from_pretrained(
