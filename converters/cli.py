@@ -259,7 +259,7 @@ def check_new(folder: Path) -> None:
 def check_writable(file: Path) -> None:
     """Raises `OSError` where nothing can be written there: found out before the work."""
     there = file.exists()
-    file.open("a").close()
+    file.open("ab").close()
     if not there:
         file.unlink()
 

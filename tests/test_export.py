@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import converters
 from converters import cli
 from converters.demo import make_tokenizer
-from tests.tiny import AROUND, BASES, RECIPES, Recipe, as_released, edit_config, load_reference, prompt
+from tests.tiny import AROUND, BASES, RECIPES, STRUCTURES, Recipe, as_released, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer
 
 Folders = Callable[[Recipe], Path]
@@ -37,6 +37,7 @@ def equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
         assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_round_trip(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
@@ -256,4 +257,4 @@ def test_commands_change_the_dtype_and_refuse(checkpoints: Folders, tmp_path: Pa
     status, output = run("export", folder, tmp_path / "export")
     assert (status, "is not empty" in output, "Traceback" in output) == (2, True, False)
     status, output = run("convert", folder, tmp_path / "export")
-    assert (status, "is not empty: convert to a new folder" in output) == (2, True)
+    assert (status, "is not empty: name a new folder" in output) == (2, True)

@@ -14,7 +14,7 @@ from torch import Tensor
 import converters
 from converters.reference import Reference
 from converters.rules import Stack, written_by
-from tests.tiny import LENGTH, RECIPES, VOCAB, Recipe, hf_config, load_reference, prompt, shake
+from tests.tiny import LENGTH, RECIPES, STRUCTURES, VOCAB, Recipe, hf_config, load_reference, prompt, shake
 from transformer_std import HookedTransformer
 from transformer_std.layouts import axes, is_integer
 
@@ -167,6 +167,7 @@ def check_parameter_gradients(model: HookedTransformer, theirs: Any) -> None:
         assert torch.equal(parameter.grad, gradients[theirs_name]), name
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_next_token_probs_and_input_size(recipe: Recipe, checkpoints: Folders) -> None:
     model, reference = both(checkpoints(recipe))
@@ -185,6 +186,7 @@ def test_next_token_probs_and_input_size(recipe: Recipe, checkpoints: Folders) -
         model.run_with_hooks(prompt(), fwd_hooks=[("next_token_probs", lambda value, hook: zero(value))])
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_writes_of_the_input(recipe: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(recipe))
@@ -221,6 +223,7 @@ def test_layouts(recipe: Recipe, checkpoints: Folders) -> None:
         assert isinstance(value, point.layout), name
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_every_hook_point_fires_once(recipe: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(recipe))
@@ -336,6 +339,7 @@ def test_reading_changes_nothing(recipe: Recipe, checkpoints: Folders) -> None:
 # -- parts of the stack ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_start_and_stop(recipe: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(recipe))
@@ -363,6 +367,7 @@ def query_weights(theirs: Any) -> list[str]:
 # -- float16 -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_eager_float16_is_finite_where_the_product_passes_65504(recipe: Recipe, grad: bool, own_copy: Folders) -> None:
     """phi-2's trouble: transformers' eager attention overflows to NaN; ours is finite, and says what float32 says."""

@@ -22,7 +22,18 @@ from safetensors.torch import load_file, save_file
 import converters
 from converters.checkpoint import Checkpoint, LiveTensors
 from converters.fill import fill
-from tests.tiny import BASES, BOUNDARY, RECIPES, Recipe, as_released, edit_config, hf_config, load_reference, prompt
+from tests.tiny import (
+    BASES,
+    BOUNDARY,
+    RECIPES,
+    STRUCTURES,
+    Recipe,
+    as_released,
+    edit_config,
+    hf_config,
+    load_reference,
+    prompt,
+)
 from transformer_std import HookedTransformer, TransformerConfig
 
 Folders = Callable[[Recipe], Path]
@@ -41,6 +52,7 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 # -- configs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_released_spelling(recipe: Recipe, own_copy: Folders) -> None:
     folder = own_copy(recipe)
@@ -324,6 +336,7 @@ def refused_tensors(config: TransformerConfig, tensors: dict[str, torch.Tensor],
         fill(model, LiveTensors(tensors), converters.family_of(config).WEIGHTS, None)
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 def test_every_tensor_is_needed(recipe: Recipe, checkpoints: Folders) -> None:
     config, whole = converters.read_config(checkpoints(recipe)), tensors_of(checkpoints(recipe))
     for name in whole:
@@ -331,6 +344,7 @@ def test_every_tensor_is_needed(recipe: Recipe, checkpoints: Folders) -> None:
         refused_tensors(config, rest, rf"(?m)missing: {re.escape(name)}$")
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 def test_every_tensor_must_have_its_shape(recipe: Recipe, checkpoints: Folders) -> None:
     config, whole = converters.read_config(checkpoints(recipe)), tensors_of(checkpoints(recipe))
     for name, tensor in whole.items():
@@ -478,6 +492,7 @@ def test_pickles_are_refused(own_copy: Folders) -> None:
 # -- dtypes, live models, our own format -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 def test_dtypes(recipe: Recipe, own_copy: Folders) -> None:
     folder = own_copy(recipe)
     assert HookedTransformer.from_pretrained(folder).embed_tokens.weight.dtype == torch.float32
@@ -513,6 +528,7 @@ def test_half_precision_is_never_loaded_through_float32(own_copy: Folders, monke
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_a_live_model_shares_its_tensors(recipe: Recipe, checkpoints: Folders) -> None:
     theirs = load_reference(checkpoints(recipe), attn="sdpa")
@@ -589,6 +605,7 @@ def test_a_live_model_with_an_adapter_is_refused(checkpoints: Folders) -> None:
             HookedTransformer.from_pretrained(theirs)
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
@@ -633,6 +650,7 @@ def test_a_head_that_was_untied_is_saved(name: str, checkpoints: Folders, tmp_pa
     assert not torch.equal(again.lm_head.weight, again.embed_tokens.weight)
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 def test_a_config_of_ours_alone(recipe: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     config = converters.read_config(checkpoints(recipe))
     assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -647,6 +665,7 @@ def test_a_config_of_ours_alone(recipe: Recipe, checkpoints: Folders, tmp_path: 
 # -- sizes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 def test_nothing_grows_with_the_context(recipe: Recipe, own_copy: Folders) -> None:
     """Building and running 8 tokens allocates the same bytes, whatever the context."""
     from torch.profiler import profile
@@ -663,6 +682,7 @@ def test_nothing_grows_with_the_context(recipe: Recipe, own_copy: Folders) -> No
     assert cost(folder) == small
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_sizes_and_weight_views(recipe: Recipe, checkpoints: Folders) -> None:
     model, theirs = HookedTransformer.from_pretrained(checkpoints(recipe)), load_reference(checkpoints(recipe))
@@ -697,6 +717,7 @@ def test_sizes_and_weight_views(recipe: Recipe, checkpoints: Folders) -> None:
     assert all(view.untyped_storage().data_ptr() in storages for view in views)
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_mlp_weight_views(recipe: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(recipe))

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize, prune
 
 import converters
 from converters.demo import make_tokenizer
-from tests.tiny import BASES, Recipe, build, edit_config, load_reference, prompt
+from tests.tiny import BASES, STRUCTURES, Recipe, build, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer, saving
 
 Folders = Callable[[Recipe], Path]
@@ -311,6 +311,7 @@ def test_a_reader_takes_header_and_tensors_of_one_file(
 # -- our own format ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_a_saved_model_has_the_bits_of_the_one_in_memory(

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import converters
 from converters.demo import make_tokenizer
-from tests.tiny import BASES, RECIPES, Recipe, edit_config, prompt
+from tests.tiny import BASES, RECIPES, STRUCTURES, Recipe, edit_config, prompt
 from transformer_std import HookedTransformer
 
 Folders = Callable[[Recipe], Path]
@@ -353,6 +353,7 @@ def test_not_cached_and_offline(hub: Hub, client: Client) -> None:
 # -- files -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_one_file(recipe: Recipe, own_copy: Folders) -> None:
     folder = own_copy(recipe)

@@ -103,6 +103,12 @@ RECIPES = [
     ),
 ]  # fmt: skip
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
+# One of each structure: what is no matter of numbers is shown on these.
+MORE = {
+    "phi-qk_layernorm", "phi-tied", "phi3-window", "phi3-longrope", "phimoe-unbiased", "qwen2_moe-dense_first",
+    "qwen2_moe-all_dense", "afmoe-biased",
+}  # fmt: skip
+STRUCTURES = [recipe for recipe in RECIPES if recipe in BASES or recipe.id in MORE]
 
 
 def hf_config(recipe: Recipe) -> Any:
