@@ -225,12 +225,12 @@ def check(config: TransformerConfig) -> TransformerConfig:
 
 
 def check_special(values: dict[str, Any], vocab_size: int, file: str) -> None:
-    """That the ids of special tokens are tokens, or none; of ends there may be a list, and a pad may count from the
-    end of the vocabulary. Raises `ConfigError` with the key."""
+    """That the ids of special tokens are tokens, or none; of ends there may be a list, and -1 names none; a pad
+    may count from the end of the vocabulary. Raises `ConfigError` with the key."""
     for key in SPECIAL:
         value = values.get(key)
         ids = value if key == "eos_token_id" and isinstance(value, list) and value else [value]
-        least = -vocab_size if key == "pad_token_id" else 0
+        least = -vocab_size if key == "pad_token_id" else -1
         if value is not None and not all(is_whole(each) and least <= each < vocab_size for each in ids):
             raise ConfigError(f"{file}.{key} is {_shown(value)}, no token of a vocabulary of {vocab_size}")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,6 +18,7 @@ from tests.tiny import BASES, RECIPES, Recipe, load_reference, prompt
 from transformer_std import ActivationCache, HookedTransformer, HookPoint, KVCache, UnknownName
 
 PHI, PHI3, QWEN = (BASES[0], *(next(each for each in BASES if each.family == name) for name in ("phi3", "qwen2_moe")))
+WINDOW = next(recipe for recipe in RECIPES if recipe.id == "phi3-window")
 GROUPED = next(recipe for recipe in RECIPES if recipe.id == "phi-grouped")
 Folders = Callable[[Recipe], Path]
 
@@ -187,3 +189,31 @@ def test_a_hook_on_a_cached_pass_and_on_the_head_sees_what_the_pass_has(checkpoi
         fwd_hooks=[("logits", lambda value, hook: seen.append((hook.name, isinstance(hook, HookPoint), value.shape)))],
     )
     assert seen == [("logits", True, (2, prompt().shape[1], model.vocab_size))]
+
+
+@torch.no_grad()
+def test_a_slice_takes_any_kind_of_number(checkpoints: Folders) -> None:
+    _, cache = load(PHI3, checkpoints).run_with_cache(prompt())
+    for one in (torch.tensor(1), np.int64(1)):
+        assert torch.equal(cache.slice(position=one)["q", 0], cache.slice(position=1)["q", 0])
+        last = cache.slice(batch=one).slice(position=-1)["layer_output", 0]
+        assert torch.equal(last, cache["layer_output", 0][1, -1])
+        assert torch.equal(cache["mlp_output", np.int64(1)], cache["mlp_output", 1])
+
+
+@pytest.mark.parametrize("recipe", [PHI3, WINDOW], ids=lambda recipe: recipe.id)
+@torch.no_grad()
+def test_a_slice_of_a_step_takes_the_positions_of_the_step(recipe: Recipe, checkpoints: Folders) -> None:
+    model = load(recipe, checkpoints, attn_implementation="eager")
+    kept, (_, whole) = KVCache(model), model.run_with_cache(prompt())
+    model(prompt()[:, :8], kv_cache=kept)
+    _, step = model.run_with_cache(prompt()[:, 8:], kv_cache=kept)
+    for position in (0, -1, slice(1, 3), [0, 4]):
+        found, at = step.slice(position=position), {0: 8, -1: 12}.get(position) if isinstance(position, int) else None
+        at = at if at is not None else slice(9, 11) if isinstance(position, slice) else [8, 12]
+        wanted = whole.slice(position=at)
+        for value in ("attention_keys", "attention_values", "layer_output", "attention_queries"):
+            # A step's products are of other sizes than the whole's, and round otherwise.
+            torch.testing.assert_close(found[value, 1], wanted[value, 1], rtol=1e-4, atol=1e-5)
+        assert found["attention_mask"].shape == wanted["attention_mask"].shape
+    assert step.slice(position=slice(1, 4)).slice(position=0)["attention_keys", 0].shape[-2:] == (model.num_kv_heads, 16)

@@ -29,6 +29,7 @@ Folders = Callable[[Recipe], Path]
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 NEW = 12  # across every window and boundary of the recipes
 MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])
+WINDOW = next(recipe for recipe in RECIPES if recipe.id == "phi3-window")
 
 
 @pytest.fixture(params=BASES, ids=lambda base: base.id)
@@ -608,7 +609,7 @@ def test_greedy_needs_no_transformers(checkpoints: Folders, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert torch.equal(model.generate(prompt(), max_new_tokens=np.int64(3)), expected)
     for settings in ({"do_sample": True}, {"repetition_penalty": 1.2}):
-        with pytest.raises(ImportError, match=r"generation with .* needs transformers, and it is not installed"):
+        with pytest.raises(ImportError, match=r"generation with .* needs transformers, which is not installed"):
             model.generate(prompt(), max_new_tokens=3, **settings)
 
 
@@ -948,3 +949,39 @@ def test_places_that_are_not_there_are_named(checkpoints: Folders) -> None:
         with pytest.raises(TypeError, match=r"token_positions holds .*: give whole numbers"):
             with model.steer(0, vector, token_positions=wrong):
                 pass
+
+
+@pytest.mark.parametrize("recipe", [WINDOW, *BASES], ids=lambda recipe: recipe.id)
+@torch.no_grad()
+def test_an_answer_with_holes_is_written_on_from(recipe: Recipe, checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(recipe))
+    ids, mask = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 0, 0, 0]]), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 3:] = 0
+    first = model.generate({"input_ids": ids, "attention_mask": mask}, max_new_tokens=3, stop_at_eos=False)
+    found = model.generate(first, max_new_tokens=8, stop_at_eos=False)[1, -8:]
+    alone = model.generate(first[1][first.mask[1].bool()].tolist(), max_new_tokens=8, stop_at_eos=False)
+    assert found.tolist() == alone[-8:]
+
+
+@pytest.mark.parametrize("use_kv_cache", [True, False])
+@torch.no_grad()
+def test_steering_a_prompt_of_one_token_steers_the_prompt_alone(use_kv_cache: bool, checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    vector, prompt, written = 3 * torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0)), 7, []
+
+    def steered(stream: torch.Tensor, hook: Any) -> torch.Tensor:
+        return torch.cat((stream[:, :1] + vector, stream[:, 1:]), dim=1)
+
+    for _ in range(6):  # whole passes, by hand
+        tokens = torch.tensor([[prompt, *written]])
+        logits = model.run_with_hooks(tokens, fwd_hooks=[(("layer_output", 1), steered)])
+        written.append(int(logits[0, -1].argmax()))
+    with model.steer(1, vector, token_positions=0):
+        found = model.generate(torch.tensor([[prompt]]), max_new_tokens=6, stop_at_eos=False, use_kv_cache=use_kv_cache)
+    assert found[0, 1:].tolist() == written
+
+
+def test_a_mask_of_other_rows_is_refused_beside_a_cache(checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    with pytest.raises(ValueError, match="attention_mask has 1 rows; the input has 2"):
+        model(prompt(), kv_cache=KVCache(model), attention_mask=torch.ones(1, 13))

@@ -108,6 +108,7 @@ def gradients(run, model):
     return found
 
 torch.set_grad_enabled(False)
+torch.set_num_threads(1)
 for folder in sys.argv[1:]:
     model = HookedTransformer.from_pretrained(folder)
     torch._dynamo.reset()
@@ -128,12 +129,12 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_one_graph_and_hooks_added_later(checkpoints: Folders) -> None:
+@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
+def test_one_graph_and_hooks_added_later(base: Recipe, checkpoints: Folders) -> None:
     """torch.compile takes the whole forward as one graph; a hook added afterwards is honoured, and so is its end. In a
     process of its own, since the tests' type checks are nothing to compile."""
-    folders = [str(checkpoints(base)) for base in BASES]
     root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED, *folders], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-c", COMPILED, str(checkpoints(base))], cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

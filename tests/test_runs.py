@@ -197,15 +197,9 @@ def test_gradients_under_activation_checkpointing_have_the_hook(
     def gradients(checkpointed: bool, scoped: bool) -> list[Tensor | None]:
         model = HookedTransformer.from_pretrained(checkpoints(base), dtype=torch.float32)
         for block in model.layers if checkpointed else ():
-            block.forward = (
-                lambda forward: (
-                    lambda *args, **own: (
-                        checkpoint(forward, *args, use_reentrant=reentrant, **own)
-                        if not reentrant
-                        else checkpoint(lambda *given: forward(*given, **own), *args, use_reentrant=True)
-                    )
-                )
-            )(block.forward)
+            block.forward = (lambda forward: lambda *args: checkpoint(forward, *args, use_reentrant=reentrant))(
+                block.forward
+            )
         hooks = [((value, 1), lambda value, hook: value * 0.5)]
         if scoped:
             with model.hooks(fwd_hooks=hooks):
@@ -225,9 +219,7 @@ def test_gradients_under_activation_checkpointing_have_the_hook(
 def test_a_cache_under_activation_checkpointing_is_of_the_run_alone(model: HookedTransformer) -> None:
     _, wanted = model.run_with_cache(prompt())
     for block in model.layers:
-        block.forward = (lambda forward: lambda *args, **own: checkpoint(forward, *args, use_reentrant=False, **own))(
-            block.forward
-        )
+        block.forward = (lambda forward: lambda *args: checkpoint(forward, *args, use_reentrant=False))(block.forward)
     loss, cache = model.run_with_cache(prompt(), return_type="loss")
     seen = {name: cache[name] for name in cache}
     loss.backward()

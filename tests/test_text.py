@@ -6,12 +6,14 @@ import copy
 import inspect
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import einops
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from converters.demo import make_checkpoint, make_tokenizer
 from tests.tiny import BASES
@@ -335,3 +337,53 @@ def test_a_propertys_own_error_is_told(checkpoints: Any) -> None:
     assert model.has_tokenizer
     with pytest.raises(AttributeError, match="'HookedTransformer' object has no attribute 'nothing'"):
         _ = model.nothing
+
+
+# What was done to padded ids, and the bare ids and the mask that come of it.
+DONE: dict[str, Callable[[PaddedTokens], Any]] = {
+    "rows swapped": lambda tokens: put(tokens, [[0, 1]], tokens[[1, 0]]),
+    "a row over another": lambda tokens: put(tokens, [0], tokens[1]),
+    "the same id over padding": lambda tokens: put(tokens, [(1, 2)], int(tokens[1, 2])),
+    "bare ids over padding": lambda tokens: put(tokens, [(1, slice(0, 2))], torch.tensor([5, 6])),
+    "stacked into": lambda tokens: torch.stack(
+        [tokens[0], tokens[1]], out=torch.zeros_like(tokens, dtype=torch.long).as_subclass(torch.Tensor)
+    ),
+    "a worker's batch": lambda tokens: next(iter(DataLoader(tokens, batch_size=2, num_workers=1))),
+}
+
+
+def put(tokens: PaddedTokens, where: list[Any], ids: Any) -> PaddedTokens:
+    tokens = tokens.clone()
+    tokens[where[0]] = ids
+    return tokens
+
+
+@pytest.mark.parametrize("name", DONE)
+@torch.no_grad()
+def test_what_is_done_to_padded_ids_is_done_to_their_mask(name: str, checkpoints: Any) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    padded = model.to_tokens([[5, 6, 7, 8, 9, 10], [11, 12, 13]])
+    ids, mask = padded.as_subclass(torch.Tensor).clone(), padded.mask.clone()
+    if name == "rows swapped":
+        ids, mask = ids[[1, 0]], mask[[1, 0]]
+    elif name == "a row over another":
+        ids[0], mask[0] = ids[1].clone(), mask[1].clone()
+    elif name == "the same id over padding":
+        mask[1, 2] = 1
+    elif name == "bare ids over padding":
+        ids[1, :2], mask[1, :2] = torch.tensor([5, 6]), 1
+    found = DONE[name](padded)
+    assert torch.equal(found.as_subclass(torch.Tensor), ids)
+    assert torch.equal(found.mask, mask)
+    assert torch.equal(model(found), model(ids, attention_mask=mask))
+
+
+@torch.no_grad()
+def test_rows_of_padded_ids_and_ids_of_their_size(checkpoints: Any) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    padded = model.to_tokens([[5, 6, 7, 8, 9, 10], [11, 12, 13]])
+    wanted = model(padded)
+    for rows in (list(padded), [padded[0], padded[1]], {"input_ids": [padded[0], padded[1]]}):
+        assert torch.equal(model(rows), wanted)
+    assert type(torch.zeros_like(padded)) is torch.Tensor
+    assert model(torch.ones_like(padded)).shape == wanted.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
     def __init__(self, values: dict[str, Any], names: Names, model: HookedTransformer):
         self._values, self._names = values, names
         self._gone: frozenset[str] = frozenset()  # axes that were taken out of every value
+        self._new: int | None = None  # positions of a run that went on from a kv_cache
         self._model = weakref.ref(model)  # a cache keeps no model alive
         self._config = model.config
 
@@ -74,6 +76,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             "points": {name: [layout_name(point.layout), point.description] for name, point in points.items()},
             "others": {name: value for name, value in values.items() if not isinstance(value, Tensor)},
             "gone": sorted(self._gone),
+            "new": self._new,
             "config": self._config and self._config.to_dict(),
         }
         beside = Path(file).with_name(f".{Path(file).name}.{uuid.uuid4().hex}")
@@ -109,6 +112,7 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
                 "_values": {name: held[name] for name in header["points"]},
                 "_names": Names.of({name: (layout_named(kind), what) for name, (kind, what) in points.items()}),
                 "_gone": frozenset(header["gone"]),
+                "_new": header["new"],
                 "_config": header["config"] and TransformerConfig.from_dict(header["config"]),
             }
         )
@@ -119,10 +123,16 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
     def __getstate__(self) -> dict[str, Any]:
         """Values and names, without the model: `torch.save(cache, file)`, `torch.load(file, weights_only=False)`."""
         values = {name: owned(value) if isinstance(value, Tensor) else value for name, value in self.items()}
-        return {"_values": values, "_names": self._names, "_gone": self._gone, "_config": self._config}
+        return {
+            "_values": values,
+            "_names": self._names,
+            "_gone": self._gone,
+            "_new": self._new,
+            "_config": self._config,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_config": None, **state}, _model=lambda: None)
+        self.__dict__.update({"_config": None, "_new": None, **state}, _model=lambda: None)
 
     def __copy__(self) -> ActivationCache:
         return self._map(lambda _, value: value)
@@ -199,8 +209,10 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
 
     def slice(self, batch: Slice | None = None, position: Slice | None = None) -> ActivationCache:
         """Some rows and positions of every value; a single index takes its axis out. Positions are those of the
-        stream: of a pattern, its queries, while its keys stay whole. A slice holds what it shows: the whole can go."""
+        stream, which under a kv_cache are the new ones: of a pattern, its queries, while its keys stay whole. A slice
+        holds what it shows: the whole can go."""
 
+        batch, position = _single(batch), _single(position)
         asked = {name for name, index in (("batch", batch), ("seq", position)) if index is not None}
         if gone := asked & self._gone:
             raise ValueError(f"this cache has no {' or '.join(sorted(gone))} axis any more: slice the whole cache")
@@ -209,11 +221,15 @@ class ActivationCache(Decomposition, Mapping[str, Any]):
             names = [name for name in axes(point.layout) if name not in self._gone]
             for name, index in (("seq", position), ("query", position), ("batch", batch)):
                 if index is not None and name in names:
-                    value = value[(slice(None),) * names.index(name) + (index,)]
+                    at = names.index(name)
+                    if name == "seq" and self._new is not None:  # keys and masks have what was read before, too
+                        value = value.narrow(at, value.shape[at] - self._new, self._new)
+                    value = value[(slice(None),) * at + (index,)]
             return owned(value)
 
         sliced = self._map(cut)
         taken = {name for name, index in (("batch", batch), ("seq", position)) if isinstance(index, int)}
+        sliced._new = self._new if position is None else None
         sliced._gone = self._gone | taken | ({"query"} if "seq" in taken else set())
         return sliced
 
@@ -256,3 +272,10 @@ def owned(value: Tensor, alias: bool = False) -> Tensor:
 def _same_build(one: TransformerConfig | None, other: TransformerConfig) -> bool:
     """Whether two models differ in nothing but their dtype; of a file of an earlier version nothing is known."""
     return one is None or dataclasses.replace(one, dtype=other.dtype) == other
+
+
+def _single(index: Any) -> Any:
+    """A single index as a whole number, whatever kind of number it is."""
+    if isinstance(index, numbers.Integral) or (isinstance(index, Tensor) and index.ndim == 0):
+        return int(index)
+    return index

@@ -108,7 +108,7 @@ class Analysis:
         def add(stream: Tensor, hook: HookPoint) -> Tensor | None:
             nonlocal prompt
             prompt = stream.shape[1] if hook.step == 0 else prompt
-            if token_positions is not None and stream.shape[1] < prompt:
+            if token_positions is not None and stream.shape[1] < prompt + hook.step:
                 return None  # a step that reads the new token alone
             at, columns = _places(rows, positions, len(stream), prompt)
             change = torch.zeros_like(stream)

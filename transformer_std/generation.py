@@ -382,12 +382,10 @@ def _inferred_mask(tokens: Tokens, settings: dict[str, Any], stopping: Stopping)
 
 
 def _turned(tokens: Tokens, mask: Tensor | None) -> tuple[Tokens, Tensor | None]:
-    """Rows that end in padding, moved to the right so far that their last real token is the last."""
-    if mask is None or bool(mask[:, -1].all()):
+    """Rows with padding behind or between real tokens, those moved to the right, in their order."""
+    if mask is None or bool((mask[:, 1:] >= mask[:, :-1]).all()):
         return tokens, mask
-    seq = tokens.shape[1]
-    numbers = torch.arange(1, seq + 1, device=tokens.device)
-    columns = (numbers - 1 + (mask * numbers).amax(1, keepdim=True)) % seq
+    columns = torch.argsort(mask, dim=1, stable=True)
     return tokens.gather(1, columns), mask.gather(1, columns)
 
 

@@ -146,7 +146,8 @@ class Hooked(Host):
         values, weak = cache._values, weakref.ref(cache)
         placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
         as_it_is = device is None and not remove_batch_dim
-        steps = forward.get("kv_cache") is not None
+        read = forward.get("kv_cache")
+        steps, before = read is not None, 0 if read is None else len(read)
 
         def keep(value: Any, hook: HookPoint) -> None:
             if isinstance(value, Tensor):
@@ -171,6 +172,7 @@ class Hooked(Host):
         finally:
             reader.remove()
             gradients.detach()
+        cache._new = len(read) - before if steps else None
         if incl_bwd:
             self._check_graph(output)
             if isinstance(output, Tensor) and output.ndim == 0:

@@ -67,6 +67,8 @@ class LayerKV:
     def _takes(self, room: Tensor, new: int) -> bool:
         """Whether `new` positions fit; what inference mode made can only be written to there."""
         fits = self._end + new <= room.shape[2]
+        if torch.compiler.is_compiling():  # which inference mode is not part of
+            return fits
         return fits and (torch.is_inference_mode_enabled() or not room.is_inference())
 
     def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
@@ -159,6 +161,8 @@ class KVCache:
             if held is None:
                 return None
             given = held.new_ones(batch, new)
+        if len(given) != batch:
+            raise ValueError(f"the attention_mask has {len(given)} rows; the input has {batch}")
         if given.shape[1] == new:
             past = given.new_ones(batch, len(self)) if held is None else held
             return torch.cat((past, given), dim=1)

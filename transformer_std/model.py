@@ -212,8 +212,9 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
                 or with `start_at_layer` the stream [batch seq hidden_size] entering that block.
             attention_mask: [batch seq], zeros for padding. A mask given wins over the input's own. With a `kv_cache` it
                 is of the new positions, or of the ones that the cache holds and the new ones.
-            position_ids: [batch seq]. Without them positions count real tokens from 0. Without an attention_mask or a
-                kv_cache, a position of 0 inside a row begins another document: each sees itself alone.
+            position_ids: [batch seq]. Without them positions count real tokens from 0. Without a mask (of the call,
+                or of padded ids) or a kv_cache, a position of 0 inside a row begins another document: each sees itself
+                alone.
             kv_cache: what was read before; `input` goes on from it, and is added to it. Its keys keep the rotation they
                 were given, also where a longrope's factors change later.
             return_type: "logits" [batch seq vocab_size]; "loss", the mean cross-entropy over real transitions, in
@@ -355,10 +356,10 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
         layer_caches = [None] * self.num_layers if kv_cache is None else kv_cache.layers
         kinds = zip(self._kinds[first:last], layer_caches[first:last], strict=True)
         # What is to be computed again in the backward, under activation checkpointing, knows whose hooks it has.
-        again = {} if torch.compiler.is_compiling() or (run := RUN.get()) is IDLE else {"run": run}
+        again = () if torch.compiler.is_compiling() or (run := RUN.get()) is IDLE else (run,)
         blocks = itertools.islice(self.layers, first, last)
         for block, ((rotary, window), cache) in zip(blocks, kinds, strict=True):
-            stream = block(stream, angles[rotary], masks[window], cache, **again)
+            stream = block(stream, angles[rotary], masks[window], cache, *again)
         return stream
 
     def _read_out(

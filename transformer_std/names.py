@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -104,7 +105,12 @@ class Names:
             return self._by_string(wanted)
         if isinstance(wanted, HookPoint):
             return [Target(self.points[wanted.name])]
-        if isinstance(wanted, tuple) and len(wanted) == 2 and isinstance(wanted[0], str) and isinstance(wanted[1], int):
+        if (
+            isinstance(wanted, tuple)
+            and len(wanted) == 2
+            and isinstance(wanted[0], str)
+            and isinstance(wanted[1], Integral)
+        ):
             return [self.at(*wanted)]
         if callable(wanted):
             found = [Target(point) for name, point in self.points.items() if wanted(name)]
@@ -149,7 +155,7 @@ class Names:
             raise Unavailable(f"{value} is unavailable on every layer: {next(iter(entries))}")
         return found
 
-    def at(self, value: str, layer: int) -> Target:
+    def at(self, value: str, layer: Integral) -> Target:
         """The hook point of `value` in block `layer` (negative: from the last block)."""
         if value not in self.by_value and value in lens_names.SHORT:
             return self._lens(self.at(lens_names.SHORT[value], layer).point)
@@ -166,7 +172,7 @@ class Names:
             raise Unavailable(f"{value} is unavailable on layer {index}: {entry}")
         return Target(entry)
 
-    def one(self, name: str | tuple[str, int]) -> Target:
+    def one(self, name: str | tuple[str, Integral]) -> Target:
         """The one hook point that `name` or `(value, layer)` means; for look-ups."""
         if isinstance(name, tuple):
             return self.at(*name[:2])
@@ -194,16 +200,16 @@ class Names:
         """The hook points that a filter names one by one: by a full name, or a value and its layer."""
         if isinstance(names_filter, str):
             return [self.points[names_filter]] if names_filter in self.points else []
-        if isinstance(names_filter, tuple) and len(names_filter) == 2 and isinstance(names_filter[1], int):
+        if isinstance(names_filter, tuple) and len(names_filter) == 2 and isinstance(names_filter[1], Integral):
             return [self.at(*names_filter).point]
         if isinstance(names_filter, (list, tuple)):
             return [point for each in names_filter for point in self.explicit(each)]
         return []
 
-    def _index(self, layer: int) -> int:
+    def _index(self, layer: Integral) -> int:
         if not -self.num_layers <= layer < self.num_layers:
             raise UnknownName(f"layer {layer} is out of range: the model has layers 0 to {self.num_layers - 1}")
-        return layer % self.num_layers
+        return int(layer) % self.num_layers
 
     def miss(self, name: str) -> KeyError:
         """The error for a `name` without a hook point: `Unavailable` with its reason, or the closest names."""

@@ -28,6 +28,10 @@ WRITES = {
 }
 
 
+# Those that put ids, the last argument, somewhere.
+PUTS = {"__setitem__", "copy_", "fill_", "masked_fill_", "index_fill_", "index_copy_", "scatter_"}
+
+
 class PaddedTokens(Tensor):
     """Token ids of several lengths, padded, as `to_tokens` gives them. The model reads their mask with them.
 
@@ -72,8 +76,8 @@ class PaddedTokens(Tensor):
             result = fn(*args, **kwargs)
             masks = None
             if fn.__name__ in MOVES and (mask := _mask_of(first)) is not None:
-                masks = fn(mask, *args[1:], **kwargs)
-            return _carrying(result, masks)
+                masks = fn(mask, *args[1:], **{key: value for key, value in kwargs.items() if key != "out"})
+            return _plain(result) if _makes_new(fn) else _carrying(result, masks)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
@@ -97,12 +101,34 @@ def _writes(fn: Callable[..., Any]) -> bool:
     return name in WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
+def _makes_new(fn: Callable[..., Any]) -> bool:
+    """Whether the ids are only the pattern for others."""
+    return fn.__name__.endswith("_like") or fn.__name__.startswith("new_")
+
+
 def _write(fn: Callable[..., Any], tokens: PaddedTokens, args: Any, kwargs: Any) -> Any:
+    """Writes the same to the mask: that of padded ids, and 1 for bare ones. In place, so that slices and what they are
+    slices of see it."""
+    mask = tokens.mask
+    if mask is not None and fn.__name__ in PUTS and not kwargs:
+        *where, put = args[1:]
+        if isinstance(put, PaddedTokens):
+            tokens.mask = None if put.mask is None else mask
+            real = put.mask if put.mask is None else put.mask.clone()
+        else:
+            real = torch.ones_like(put) if isinstance(put, Tensor) else 1
+        if tokens.mask is not None:
+            fn(mask, *where, real)
+        return fn(*args)
     before = tokens.clone()
     result = fn(*args, **kwargs)
-    if tokens.mask is not None:
-        tokens.mask.masked_fill_(before != tokens, 1)  # in place: of slices and of what they are slices of
+    if mask is not None:
+        mask.masked_fill_(before != tokens, 1)
     return result
+
+
+def _plain(result: Any) -> Any:
+    return result.as_subclass(Tensor) if isinstance(result, PaddedTokens) else result
 
 
 def _mask_of(given: Any) -> Any:
@@ -121,4 +147,4 @@ def _carrying(result: Any, masks: Any) -> Any:
         return type(result)([_carrying(*each) for each in zip(result, masks, strict=True)])
     if isinstance(result, Tensor) and result.dtype in (torch.int64, torch.int32):
         return PaddedTokens.of(result, masks)
-    return result.as_subclass(Tensor) if isinstance(result, PaddedTokens) else result
+    return _plain(result)

@@ -140,15 +140,15 @@ def of_its_run(forward: Callable[..., Any]) -> Callable[..., Any]:
     `run` that it was part of, also where they are gone from the model since."""
 
     @functools.wraps(forward)
-    def again(self: Any, *args: Any, run: Run | None = None) -> Any:
+    def again(self: Any, x: Any, angles: Any, mask: Any, cache: Any = None, run: Run | None = None) -> Any:
         if run is None or torch.compiler.is_compiling() or RUN.get() is run:
-            return forward(self, *args)
+            return forward(self, x, angles, mask, cache)
         gone = [handle for scope in run.around | run.own for handle in scope.handles if not handle.attached]
         for handle in gone:
             handle.attach_again()
         try:
             with _being(run):
-                return forward(self, *args)
+                return forward(self, x, angles, mask, cache)
         finally:
             for handle in gone:
                 handle.detach()

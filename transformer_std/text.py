@@ -215,6 +215,9 @@ def _is_message(each: Any) -> bool:
 
 def _listed(row: Any) -> list[Any]:
     """A row of ids as a list; one entry that is no id where it is something else."""
+    if isinstance(row, PaddedTokens):  # its real ids: padding a list of rows is done here
+        row, mask = PaddedTokens.parts(row)
+        row = row if mask is None else row[mask.bool()]
     row = row.tolist() if hasattr(row, "tolist") else row
     return list(row) if isinstance(row, (list, tuple)) else [None]
 
