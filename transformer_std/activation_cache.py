@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GRAD = "_grad"
 FORMAT = "transformer_std.cache 1"
-Slice = int | slice | Tensor | list[int]
+Slice = numbers.Integral | slice | Tensor | list[int]
 
 
 class ActivationCache(Decomposition, Mapping[str, Any]):
