@@ -216,4 +216,7 @@ def test_a_slice_of_a_step_takes_the_positions_of_the_step(recipe: Recipe, check
             # A step's products are of other sizes than the whole's, and round otherwise.
             torch.testing.assert_close(found[value, 1], wanted[value, 1], rtol=1e-4, atol=1e-5)
         assert found["attention_mask"].shape == wanted["attention_mask"].shape
-    assert step.slice(position=slice(1, 4)).slice(position=0)["attention_keys", 0].shape[-2:] == (model.num_kv_heads, 16)
+    assert step.slice(position=slice(1, 4)).slice(position=0)["attention_keys", 0].shape[-2:] == (
+        model.num_kv_heads,
+        16,
+    )
