@@ -23,6 +23,8 @@ from transformer_std.config import Origin, TransformerConfig
 from transformer_std.model import HookedTransformer
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from converters.comparing import Difference
     from converters.verification import Report
 
@@ -57,16 +59,18 @@ def family_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
     return importlib.import_module(f"{__name__}.{kind}")
 
 
-def read_config(source: str | Path | dict[str, Any], revision: str | None = None) -> TransformerConfig:
-    """The config of a checkpoint: a folder, a weights file in one, a Hub id, a `config.json`, or its dict. Reads no
-    weights.
+def read_config(
+    source: str | Path | dict[str, Any] | PretrainedConfig, revision: str | None = None
+) -> TransformerConfig:
+    """The config of a checkpoint: a folder, a weights file in one, a Hub id, a `config.json`, or its dict or
+    transformers' object of it. Reads no weights.
 
     Raises:
         ConfigError: not JSON, of an unknown family, or with something in it that we do not compute.
         CheckpointError: there is no config there.
     """
-    if isinstance(source, dict):
-        return _convert_config(source)
+    if not isinstance(source, (str, Path)):
+        return _convert_config(source if isinstance(source, dict) else source.to_dict())
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         return _convert_config(_read_json(path))
@@ -105,6 +109,8 @@ def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> T
 
 def _folder(source: str | Path) -> Path | None:
     """Where a checkpoint on this machine is: a folder, or that of a weights file. None where `source` is a Hub id."""
+    if not str(source):
+        raise CheckpointError("the source's name is empty: '.' is the current folder")
     path = Path(source)
     if path.is_file() or path.suffix in WEIGHT_FILES:
         if not path.exists():

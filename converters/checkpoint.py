@@ -110,7 +110,9 @@ class Checkpoint:
                 f"{self.folder} has only pickled weights ({pickled[0].name}), and unpickling one can run code; load it "
                 "with transformers and save_pretrained() it as safetensors"
             )
-        raise CheckpointError(f"{self.folder} has no {WHOLE} and no {INDEX}")
+        others = sorted(file.name for file in self.folder.glob("*.safetensors"))
+        hint = f"; a file of another name is loaded by its path ({', '.join(others[:3])})" if others else ""
+        raise CheckpointError(f"{self.folder} has no {WHOLE} and no {INDEX}{hint}")
 
     def _check_index(self) -> None:
         index = self.folder / INDEX

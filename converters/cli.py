@@ -74,6 +74,10 @@ Dtype = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 Folder = Annotated[Path, typer.Argument(help="A new folder.")]
+Prompts = Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")]
+TokenFiles = Annotated[
+    list[str], typer.Option(help="A JSON file of token ids, a list or a list of rows; may be repeated.")
+]
 Keep = Annotated[Path | None, typer.Option(help="Leave the checkpoints there, in a new folder.")]
 MARKS = {True: Text("yes", style="green"), False: Text("no", style="red")}
 
@@ -111,10 +115,8 @@ def demo(keep: Keep = None) -> None:
 @app.command()
 def verify(
     source: Source,
-    prompt: Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")] = [],  # noqa: B006
-    tokens: Annotated[
-        list[str], typer.Option(help="A JSON file of token ids, a list or a list of rows; may be repeated.")
-    ] = [],  # noqa: B006
+    prompt: Prompts = [],  # noqa: B006
+    tokens: TokenFiles = [],  # noqa: B006
     dtype: Dtype = None,
     attn_implementation: Attention = "sdpa",
     layers: Annotated[bool, typer.Option("--layers", help="Compare every value of every block too.")] = False,
@@ -159,10 +161,8 @@ def verify(
 def diff(
     a: Source,
     b: Source,
-    prompt: Annotated[list[str], typer.Option(help="A text to compare on; may be repeated.")] = [],  # noqa: B006
-    tokens: Annotated[
-        list[str], typer.Option(help="A JSON file of token ids, a list or a list of rows; may be repeated.")
-    ] = [],  # noqa: B006
+    prompt: Prompts = [],  # noqa: B006
+    tokens: TokenFiles = [],  # noqa: B006
     dtype: Dtype = None,
     attn_implementation: Attention = "sdpa",
     layers: Annotated[bool, typer.Option("--layers", help="A row for every layer.")] = False,

@@ -83,7 +83,8 @@ class ConfigReader:
         self._read.add(key)
         value = self._values.get(key, default)
         if value is not None and not (is_whole(value) and -vocab_size <= value < vocab_size):
-            raise ConfigError(f"config.{key} is {_shown(value)}; the vocabulary has {vocab_size}")
+            told = "" if key in self._values else f", {self.family}'s own where the config has none"
+            raise ConfigError(f"config.{key} is {_shown(value)}{told}; the vocabulary has {vocab_size}")
         return value
 
     def width(self, key: str, default: int) -> int:

@@ -21,6 +21,7 @@ from converters.hf_config import MOST_OF_ANYTHING, is_whole
 from converters.reference import Reference, Run
 from converters.rules import Rule
 from transformer_std import HookedTransformer, TransformerConfig
+from transformer_std.config import Mixture
 from transformer_std.optional import transformers_for
 
 PROMPTS = ("The Eiffel Tower is in the city of", "def add(a, b):\n    return a +")
@@ -123,6 +124,8 @@ def verify(
     with _released(source, dtype, revision) as (folder, config, tensors, rules):
         if dtype is None and config.dtype is not None:
             dtype = converters.DTYPES[config.dtype]
+        if dtype == torch.float64 and any(isinstance(layer.mlp, Mixture) for layer in config.layers):
+            raise CheckpointError("transformers' experts have no float64: verify a mixture in float32")
         theirs = _load_theirs(folder, dtype or "auto", attn_implementation)
         tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
         family = converters.family_of(config)

@@ -985,3 +985,10 @@ def test_a_mask_of_other_rows_is_refused_beside_a_cache(checkpoints: Folders) ->
     model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
     with pytest.raises(ValueError, match="attention_mask has 1 rows; the input has 2"):
         model(prompt(), kv_cache=KVCache(model), attention_mask=torch.ones(1, 13))
+
+
+def test_a_tokenizer_that_stop_strings_cannot_use_is_named(tmp_path: Path) -> None:
+    make_checkpoint("phi", tmp_path)  # words, without what they are joined by
+    model = HookedTransformer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot read the tokens of this tokenizer"):
+        model.generate("the cat sat", max_new_tokens=2, stop_strings=["mat"])

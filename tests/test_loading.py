@@ -739,3 +739,25 @@ def test_mlp_weight_views(recipe: Recipe, checkpoints: Folders) -> None:
     else:
         torch.testing.assert_close(x @ mlp.W_in + mlp.b_in, cache["mlp_preactivation", 0])
     torch.testing.assert_close(cache["mlp_neurons", 0] @ mlp.W_out + mlp.b_out, mlp.down(cache["mlp_neurons", 0]))
+
+
+def test_a_config_as_transformers_holds_it(checkpoints: Folders) -> None:
+    theirs = transformers.AutoConfig.from_pretrained(checkpoints(BASES[0]))
+    assert converters.read_config(theirs) == converters.read_config(checkpoints(BASES[0]))
+    with pytest.raises(converters.ConfigError, match="pad_token_id is 32000, phi3's own where the config has none"):
+        converters.read_config({"model_type": "phi3", "vocab_size": 50})
+
+
+def test_a_weights_file_of_another_name_is_named(own_copy: Folders) -> None:
+    folder = own_copy(BASES[0])
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    with pytest.raises(converters.CheckpointError, match=r"is loaded by its path \(model.fp16.safetensors\)"):
+        HookedTransformer.from_pretrained(folder)
+    HookedTransformer.from_pretrained(folder / "model.fp16.safetensors")
+
+
+def test_blocks_that_were_cut_off_are_said(checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    model.layers = model.layers[:2]
+    with pytest.raises(ValueError, match="the config has 3 blocks and the model 2"):
+        model(prompt())

@@ -607,3 +607,30 @@ def test_no_text_is_read_or_written_in_the_locales_encoding() -> None:
                     or re.search(r'"(r\+|a|w|r)b"', call[0])
                     or "os.open" in code[call.start() - 3 : call.end()]
                 ), f"{path.name}: {call[0]}"
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
+@torch.no_grad()
+def test_a_model_that_was_cast_is_saved_and_exported(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
+    """Also what a load in float16 would have kept in float32: it is read as that, and loses nothing."""
+    model = HookedTransformer.from_pretrained(checkpoints(base)).half()
+    model.save_pretrained(tmp_path / "saved")
+    converters.export(model, tmp_path / "exported")
+    for folder in ("saved", "exported"):
+        read = HookedTransformer.from_pretrained(tmp_path / folder)
+        assert read.dtype == torch.float16
+        for name, weight in read.named_parameters():
+            assert torch.equal(weight, model.get_parameter(name).to(weight.dtype)), name
+
+
+def test_an_empty_name_is_no_folder(checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    monkeypatch.chdir(tmp_path)
+    for write in (lambda: model.save_pretrained(""), lambda: converters.export(model, "")):
+        with pytest.raises(ValueError, match=r"name is empty: '\.' is the current one"):
+            write()
+    assert not [*tmp_path.iterdir()]
+    model.save_pretrained(".")
+    with pytest.raises(converters.CheckpointError, match="name is empty"):
+        HookedTransformer.from_pretrained("")
+    assert torch.equal(HookedTransformer.from_pretrained(".")(prompt()), model(prompt()))

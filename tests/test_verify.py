@@ -326,3 +326,10 @@ def test_diff_on_the_command_line(own_copy: Folders, checkpoints: Folders, rows:
     assert "not compared: layers.i.mlp.router.weight" in output
     assert run("diff", a, tmp_path / "nothing")[0] == 2
     assert run("diff", a, b, "--json", tmp_path / "nowhere/report.json")[0] == 2
+
+
+def test_a_mixture_in_float64_cannot_be_compared(checkpoints: Folders) -> None:
+    mixture = next(recipe for recipe in BASES if recipe.family == "qwen2_moe")
+    with pytest.raises(converters.CheckpointError, match="experts have no float64: verify a mixture in float32"):
+        converters.verify(checkpoints(mixture), dtype="float64")
+    assert converters.verify(checkpoints(BASES[0]), dtype="float64").bit_equal

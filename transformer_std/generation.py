@@ -308,7 +308,14 @@ class Generation:
         pad = (pad or eos or [0])[0]  # rows that ended are filled with it
         if settings.get("stop_strings") is not None:
             criteria = transformers_for("stop_strings").StopStringCriteria
-            strings = criteria(self.tokenizer, settings["stop_strings"])  # type: ignore[attr-defined]
+            try:
+                strings = criteria(self.tokenizer, settings["stop_strings"])  # type: ignore[attr-defined]
+            except ValueError as error:
+                kind = type(self.tokenizer).__name__  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"transformers' StopStringCriteria cannot read the tokens of this tokenizer ({kind}: {error}), so "
+                    "stop_strings cannot be used with it"
+                ) from error
         device = self.input_device  # type: ignore[attr-defined]
         return Stopping(torch.tensor(eos if stop_at_eos else [], dtype=torch.long, device=device), strings, pad)
 

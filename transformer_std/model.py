@@ -315,6 +315,11 @@ class HookedTransformer(Hooked, Text, Analysis, Patching, Generation):
                 raise ValueError(f"{name} is {layer}; the model has {self.num_layers} layers")
             return at
 
+        if len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"the config has {self.num_layers} blocks and the model {len(self.layers)}: stop_at_layer and "
+                "skip_layers leave blocks out, or build a model of a config with fewer"
+            )
         first, last = bound("start_at_layer", start, 0), bound("stop_at_layer", stop, self.num_layers)
         if first > last:
             raise ValueError(f"start_at_layer {start} is past stop_at_layer {stop}")

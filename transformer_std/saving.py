@@ -146,7 +146,8 @@ def unlike_its_config(model: HookedTransformer) -> str | None:
             advice = GATHER if hasattr(weight, "full_tensor") else "make it a plain dense tensor first"
             return f"{name} is a {type(weight).__name__} ({weight.layout}): {advice}"
         dtype = described.get_submodule(path).held_dtype(attribute, model.dtype)  # type: ignore[operator]
-        if weight.dtype != dtype or dtype not in DTYPES:
+        # What a load keeps wider, a cast of the model may have made as narrow as the rest: it is read wide again.
+        if weight.dtype not in (dtype, model.dtype) or dtype not in DTYPES:
             return f"{name} is {weight.dtype} in a model of {model.dtype}, and would not be read as that: cast it first"
     return None
 
@@ -255,6 +256,8 @@ def whole(folder: str | Path, refuse: Callable[[Path], None], move: Move) -> Ite
         FileExistsError: locks do not work here, and another saver is at it, or was killed.
         RuntimeError: this thread is saving into the folder already, as in a signal's handler.
     """
+    if not str(folder):
+        raise ValueError("the folder's name is empty: '.' is the current one")
     folder = Path(folder).resolve()
     inside, beside = folder / ROOM, folder.parent / f".{folder.name}{ROOM}"
     if not inside.exists():
