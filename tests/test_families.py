@@ -117,8 +117,7 @@ WAYS = [
     pytest.param(recipe, write, grad, id=f"{recipe.id}-{write.__name__}-{grad}")
     for recipe in RECIPES
     for write, grad in [(edit_in_place, True), (edit, False), (edit, True), (edit_in_place, False)]
-    if (write, grad) == (edit_in_place, True)
-    or recipe in (STRUCTURES if (write, grad) == (edit, False) else BASES)
+    if (write, grad) == (edit_in_place, True) or recipe in (STRUCTURES if (write, grad) == (edit, False) else BASES)
 ]
 
 
