@@ -27,7 +27,7 @@ from transformer_std.runs import Scope, heard_now, step_now
 # A reader is the library's own: it looks, never edits, and costs no copy.
 Kind = Literal["forward", "backward", "read", "read_backward"]
 
-BACKWARD = ("backward", "read_backward")
+BACKWARD, READERS = ("backward", "read_backward"), ("read", "read_backward")
 
 
 class Unavailable(KeyError):
@@ -70,7 +70,7 @@ class Handle:
         """To `point`. Under a `lens` name the function hears that name from its hook; `heads_behind`: and speaks
         [batch seq head dim] where the value is [batch head seq dim]."""
         point.check_takes(self)
-        here = point if self.scope is None or self.kind.startswith("read") else point.with_notes()
+        here = point if self.scope is None or self.kind in READERS else point.with_notes()
         fn = functools.partial(_through_lens, self.fn, LensPoint(here, lens), heads_behind) if lens else self.fn
         self._places.append((point, fn, here))
         self._put(*self._places[-1])
@@ -79,9 +79,11 @@ class Handle:
         # Between the others and the backward hooks, which watch what those made of the value, the last attached first:
         # so the gradient comes to the first attached first.
         with LOCK:
-            others = point._handles
-            at = sum(each.handle.kind not in BACKWARD for each in others) if others else 0
-            point._handles = (*others[:at], Attached(self, fn, here), *others[at:])
+            if others := point._handles:
+                at = sum(each.handle.kind not in BACKWARD for each in others)
+                point._handles = (*others[:at], Attached(self, fn, here), *others[at:])
+            else:
+                point._handles = (Attached(self, fn, here),)
         self.attached = True
 
     def attach_again(self) -> None:

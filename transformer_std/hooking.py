@@ -148,11 +148,15 @@ class Hooked(Host):
         as_it_is = device is None and not remove_batch_dim
         read = forward.get("kv_cache")
         steps, before = read is not None, 0 if read is None else len(read)
+        inference = torch.is_inference_mode_enabled()  # where no tensor says that it is a view
 
         def keep(value: Any, hook: HookPoint) -> None:
             if isinstance(value, Tensor):
-                in_graph = keep_graph and value.requires_grad  # gradients are asked of the very tensor
-                value = value if in_graph else owned(value.detach(), steps and hook.layout in (Keys, Values))
+                alias, tracked = steps and hook.layout in (Keys, Values), value.requires_grad
+                if not (tracked and keep_graph):  # where gradients are asked of the very tensor
+                    part = inference or value._is_view()
+                    value = value.detach() if tracked else value
+                    value = owned(value, alias) if part or alias else value
             values[hook.name] = value if as_it_is else placed(value)
 
         def keep_gradient(grad: Tensor, hook: HookPoint) -> None:
