@@ -19,7 +19,8 @@ import torch
 
 from benchmarks.pairs import SIZES, families, medians, pair, tokens
 from benchmarks.report import Row, run
-from transformer_std.hook_points import HookPoint, Host, own_values
+from transformer_std.hooks.hook_point import HookPoint
+from transformer_std.hooks.hosts import Host, own_values
 
 QUESTIONS = {"watched", "writes", "can_wait"}
 

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 import converters
-from converters.demo import make_tokenizer, shake
+from converters.tiny import make_tokenizer, shake
 from transformer_std import HookedTransformer
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 import converters
-from converters.comparing import Change
+from converters.verification.difference import Change
 from transformer_std import HookedTransformer
-from transformer_std.hook_points import HookPoint
+from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.layouts import axes, describe
-from transformer_std.saving import in_use
+from transformer_std.whole import in_use
 
 
 class Commands(typer.core.TyperGroup):

@@ -1,4 +1,4 @@
-"""Tiny checkpoints made on the spot, and what one does with a model, on each of them."""
+"""What one does with a model, on a tiny checkpoint of each family."""
 
 from __future__ import annotations
 
@@ -10,48 +10,12 @@ from typing import Any
 
 import torch
 
-import converters
-from converters.verification import verify
-from transformer_std import HookedTransformer
-from transformer_std.optional import transformers_for
+from converters.families import names
+from converters.tiny import make_checkpoint
+from converters.verification.report import verify
+from transformer_std.model import HookedTransformer
 
-TEXT = "the cat sat on the mat and the dog ran to the red house by the sea"
 PROMPT = "the cat sat on the red mat"
-
-
-def make_tokenizer(folder: Path, **special: str) -> int:
-    """Writes a tokenizer of the words of `TEXT`, one token each, that adds nothing; returns its size."""
-    transformers = transformers_for("the tokenizer")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<unk>", *special.values(), *dict.fromkeys(TEXT.split())]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
-    fast.save_pretrained(folder)
-    return len(words)
-
-
-def make_checkpoint(family: str, folder: Path, **settings: Any) -> None:
-    """Writes a tiny checkpoint of `family` as transformers writes one, every parameter away from its initial value."""
-    transformers = transformers_for("making a checkpoint")
-    size = make_tokenizer(folder, eos_token="<eos>")
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(
-        family, **{"vocab_size": size + 3, **special, **converters.family_of({"model_type": family}).TINY, **settings}
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    shake(model)
-    model.save_pretrained(folder)
-
-
-def shake(model: torch.nn.Module, seed: int = 0) -> None:
-    """Moves every parameter by seeded noise: fresh biases are 0 and fresh norms 1, which hides what drops them."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            parameter += 0.12 * torch.randn(parameter.shape, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -71,7 +35,7 @@ class Finding:
 def demonstrate(keep: Path | None = None) -> Iterator[Finding]:
     """Makes, loads, compares, caches and intervenes, a family at a time. Each family's checkpoint stays in `keep`, in a
     folder of its name."""
-    for family in converters.families():
+    for family in names():
         with tempfile.TemporaryDirectory() as scratch:
             folder = (keep or Path(scratch)) / family
             make_checkpoint(family, folder)

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-import converters
+from converters.families import module_of
 from converters.hf_config import ConfigError
 from converters.progress import progress
 from converters.rules import Copy, Rule, written_by
-from transformer_std import saving
-from transformer_std.model import HookedTransformer
+from transformer_std import saving, whole
+from transformer_std.transformer import Transformer
 
 
-def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+def export(model: Transformer, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
     """Writes a model that came from a release back as one: `config.json`, safetensors, and the tokenizer if it has one.
 
     A new folder appears when it is whole. One that is there and empty is kept, and filled from within; `config.json`,
@@ -35,7 +35,7 @@ def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int 
         FileExistsError: something is in `folder`.
         RuntimeError: weights that are not in memory.
     """
-    rules = converters.family_of(model.config).WEIGHTS if model.config.origin else None
+    rules = module_of(model.config).WEIGHTS if model.config.origin else None
     if rules is None:
         raise ConfigError(
             "this model was made from a config of ours alone, so there is no release to write it as: save_pretrained() "
@@ -44,20 +44,20 @@ def export(model: HookedTransformer, folder: str | Path, *, max_shard_size: int 
     model.check_in_memory()
     if problem := saving.unlike_its_config(model):
         raise ConfigError(problem)
-    with saving.whole(folder, _refuse_used, functools.partial(saving.move_all, last="config.json")) as written:
+    with whole.whole(folder, _refuse_used, functools.partial(whole.move_all, last="config.json")) as written:
         _write_tensors(dict(released(model, rules)), written, max_shard_size)
-        saving.write_json(written / "config.json", released_config(model))
+        whole.write_json(written / "config.json", released_config(model))
         if model.config.origin.generation:  # type: ignore[union-attr]
-            saving.write_json(written / "generation_config.json", model.config.origin.generation)  # type: ignore[union-attr]
+            whole.write_json(written / "generation_config.json", model.config.origin.generation)  # type: ignore[union-attr]
         saving.write_tokenizer(model, written)
 
 
 def _refuse_used(folder: Path) -> None:
-    if saving.in_use(folder):
+    if whole.in_use(folder):
         raise FileExistsError(f"{folder} is not empty: export to a new folder")
 
 
-def released(model: HookedTransformer, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
+def released(model: Transformer, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors by the names and in the pieces of the released files, as views; a tied head is left out."""
     for name, weight in saving.weights(model).items():
         rule, numbers = written_by(rules, name)  # type: ignore[misc]
@@ -69,10 +69,10 @@ def released(model: HookedTransformer, rules: list[Rule]) -> Iterator[tuple[str,
                 yield source.format(**numbers, e=e), part
 
 
-def released_config(model: HookedTransformer) -> dict[str, Any]:
+def released_config(model: Transformer) -> dict[str, Any]:
     """The release's own config, with what may have changed since: the weights' dtype and whether the head is tied."""
     assert model.config.origin is not None
-    family = converters.family_of(model.config)
+    family = module_of(model.config)
     config = dict(getattr(family, "spelled_for_transformers", dict)(model.config.origin.config))
     config.pop("auto_map", None)  # names files of code that are not in the folder
     config["architectures"] = [family.ARCHITECTURES[-1]]
@@ -98,4 +98,4 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int
         save_file(saving.apart({name: tensors[name] for name in shards[file]}), folder / file, {"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        saving.write_json(folder / "model.safetensors.index.json", index)
+        whole.write_json(folder / "model.safetensors.index.json", index)

@@ -30,7 +30,7 @@ def export(model: HookedTransformer, folder: Path) -> None:
 
 
 def tokenizer_of(model: HookedTransformer) -> bytes:
-    return (Path(model._tokenizer) / "tokenizer.json").read_bytes()
+    return (Path(model.tokenizer_source) / "tokenizer.json").read_bytes()
 
 
 def held(folder: Path, models: list[HookedTransformer], racing: bool = False) -> int | None:

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import converters
 from converters import cli
-from converters.demo import make_tokenizer
+from converters.tiny import make_tokenizer
 from tests.tiny import BASES, Recipe
-from transformer_std.components import functions
+from transformer_std.components import positions as functions
 
 Folders = Callable[[Recipe], Path]
 
@@ -63,7 +63,7 @@ def test_verify_names_the_first_value_that_departs(
     run: Callable[..., tuple[int, str]], checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = functions.turn
-    monkeypatch.setattr("transformer_std.components.functions.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
+    monkeypatch.setattr("transformer_std.components.positions.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
     status, output = run("verify", checkpoints(BASES[0]))
     assert status == 1
     assert "layers.0.self_attn.attention_queries (by 0.001" in output
@@ -102,7 +102,7 @@ def test_verify_for_continuous_integration(
 def test_verify_finds_a_tensor_read_otherwise(
     run: Callable[..., tuple[int, str]], checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from converters import phi
+    from converters.families import phi
 
     swapped = [
         dataclasses.replace(rule, theirs=rule.theirs.replace("q_proj.bias", "k_proj.bias"))
@@ -112,7 +112,7 @@ def test_verify_finds_a_tensor_read_otherwise(
         else rule
         for rule in phi.WEIGHTS
     ]
-    monkeypatch.setattr("converters.phi.WEIGHTS", swapped)
+    monkeypatch.setattr(phi, "WEIGHTS", swapped)
     status, output = run("verify", checkpoints(BASES[0]))
     assert status == 1
     assert "DIFFERS" in output

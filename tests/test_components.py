@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_std.components.attention import masked_scores, mix_fast
-from transformer_std.components.functions import causal, rotary_angles, turn, visible
+from transformer_std.components.kernels import masked_scores, mix_fast
+from transformer_std.components.positions import causal, rotary_angles, turn, visible
 from transformer_std.config import Rotary
 
 pytestmark = pytest.mark.quick

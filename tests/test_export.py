@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import converters
 from converters import cli
-from converters.demo import make_tokenizer
+from converters.tiny import make_tokenizer
 from tests.tiny import AROUND, BASES, RECIPES, STRUCTURES, Recipe, as_released, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import converters
-from converters.reference import Reference
 from converters.rules import Stack, written_by
+from converters.verification.reference import Reference
 from tests.tiny import BASES, LENGTH, RECIPES, STRUCTURES, VOCAB, Recipe, hf_config, load_reference, prompt, shake
 from transformer_std import HookedTransformer
 from transformer_std.layouts import axes, is_integer

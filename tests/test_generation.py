@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from converters.demo import make_checkpoint
+from converters.tiny import make_checkpoint
 from tests.test_families import both
 from tests.tiny import BASES, BOUNDARY, LENGTH, RECIPES, VOCAB, Recipe, build, edit_config, prompt
 from transformer_std import HookedTransformer, KVCache
@@ -429,8 +429,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(model: HookedTransformer) 
     assert torch.equal(model(prompt()[:, 6:7], kv_cache=cache), model(prompt()[:, 6:7], kv_cache=other))
 
     def fail_late() -> None:
-        with cache.undone_on_error():
-            cache.advance(MASK[:, :9], 2, 2)  # noted already when the pass failed
+        with cache.reading(MASK[:, :9], 2, 2):
             raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError, match="half-way"):

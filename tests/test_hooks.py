@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.tiny import BASES, LENGTH, Recipe, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
-from transformer_std.hook_points import HookPoint
+from transformer_std.hooks.hook_point import HookPoint
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from converters.demo import make_checkpoint
+from converters.tiny import make_checkpoint
 from tests.tiny import BASES, Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -42,13 +42,13 @@ def test_families_are_listed_without_importing_anything() -> None:
         "except converters.ConfigError as error: print(error)\n"
         "assert set(sys.modules) == before\n"
         "converters.read_config({'model_type': 'phi', 'vocab_size': 9})\n"
-        "print(*{f'converters.{name}' for name in converters.families()} & set(sys.modules))"
+        "print(*{f'converters.families.{name}' for name in converters.families()} & set(sys.modules))"
     )
     listed, error, imported = run(code).splitlines()
     names = [name for name in MODULES if isinstance(getattr(importlib.import_module(name), "WEIGHTS", None), list)]
-    assert [f"converters.{name}" for name in listed.split()] == names
+    assert [f"converters.families.{name}" for name in listed.split()] == names
     assert error == f"model_type is 'gpt2'; supported are {', '.join(listed.split())}"
-    assert imported == "converters.phi"
+    assert imported == "converters.families.phi"
 
 
 def only_what_is_declared() -> str:

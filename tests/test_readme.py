@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import converters
-from converters.demo import make_checkpoint
-from transformer_std.hook_points import vocabulary
-from transformer_std.lens_names import NAMES
+from converters.tiny import make_checkpoint
+from transformer_std.hooks.hosts import vocabulary
+from transformer_std.hooks.transformer_lens import NAMES
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

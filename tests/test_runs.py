@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.tiny import BASES, RECIPES, Recipe, prompt
 from transformer_std import HookedTransformer, HookPoint, KVCache
-from transformer_std.runs import IDLE, RUN
+from transformer_std.hooks.runs import IDLE, RUN
 
 PHI3 = next(recipe for recipe in RECIPES if recipe.id == "phi3-base")
 Folders = Callable[[Recipe], Path]

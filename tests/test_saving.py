@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import converters
-from converters.demo import make_tokenizer
+from converters.tiny import make_tokenizer
 from tests.tiny import BASES, STRUCTURES, Recipe, build, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer, saving
 
@@ -365,7 +365,7 @@ def test_what_older_versions_saved_is_read_and_replaced(
     models[1].tokenizer = None
     models[1].save_pretrained(old)
     assert same(load(old), models[1])
-    assert load(old)._tokenizer is None
+    assert load(old).tokenizer_source is None
 
 
 def test_an_earlier_tokenizer_does_not_stay(models: list[HookedTransformer], tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_an_earlier_tokenizer_does_not_stay(models: list[HookedTransformer], tmp
     models[1].save_pretrained(tmp_path)
     assert load(tmp_path).tokenizer.eos_token == "<end1>"
     bare.save_pretrained(tmp_path)
-    assert load(tmp_path)._tokenizer is None
+    assert load(tmp_path).tokenizer_source is None
     assert sorted(contents(tmp_path)) == ["model.safetensors", "notes.txt", "transformer_std.json"]
     make_tokenizer(tmp_path, eos_token="<own>")  # put there by hand
     assert load(tmp_path).tokenizer.eos_token == "<own>"
@@ -394,7 +394,7 @@ def test_a_model_saved_over_where_it_came_from_keeps_its_tokenizer(
     model.tokenizer.chat_template = "{{ messages }}"
     model.save_pretrained(tmp_path)
     model = load(tmp_path)
-    (model._tokenizer / "vocab.txt").write_text("as some tokenizers have it")
+    (model.tokenizer_source / "vocab.txt").write_text("as some tokenizers have it")
     model.save_pretrained(tmp_path)  # not read yet
     assert model.tokenizer.chat_template == "{{ messages }}"
     assert len(list(tmp_path.glob("tokenizer-*/vocab.txt"))) == len(list(tmp_path.glob("tokenizer-*"))) == 1
@@ -404,7 +404,7 @@ def test_a_header_names_no_folder_elsewhere(models: list[HookedTransformer], pai
     header = {"transformer_std": json.dumps(models[0].config.to_dict()), "tokenizer": str(pair[1])}
     save_file(dict(models[0].state_dict()), tmp_path / "model.safetensors", header)
     assert same(load(tmp_path), models[0])
-    assert load(tmp_path)._tokenizer is None
+    assert load(tmp_path).tokenizer_source is None
     save_file(dict(models[0].state_dict()), tmp_path / "model.safetensors", {"transformer_std": "[]"})
     with pytest.raises(converters.ConfigError, match=r"the header of .* is not a config that save_pretrained wrote"):
         load(tmp_path)

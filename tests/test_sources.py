@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import converters
-from converters.demo import make_tokenizer
+from converters.tiny import make_tokenizer
 from tests.tiny import BASES, RECIPES, STRUCTURES, Recipe, edit_config, prompt
 from transformer_std import HookedTransformer
 

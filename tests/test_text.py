@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from converters.demo import make_checkpoint, make_tokenizer
+from converters.tiny import make_checkpoint, make_tokenizer
 from tests.tiny import BASES
 from transformer_std import HookedTransformer
 from transformer_std.padded import PaddedTokens

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import converters
 from converters import cli
-from converters.demo import make_tokenizer
 from converters.fill import same
-from converters.verification import largest_difference
+from converters.tiny import make_tokenizer
+from converters.verification.report import largest_difference
 from tests.tiny import BASES, RECIPES, VOCAB, Recipe, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer
 
@@ -130,7 +130,7 @@ def test_a_nan_on_one_side_is_found(
     own_copy: Folders, rows: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = own_copy(BASES[0])
-    turn = "transformer_std.components.functions.turn"
+    turn = "transformer_std.components.positions.turn"
     monkeypatch.setattr(turn, lambda x, *rest: torch.full_like(x, torch.nan))
     file = tmp_path / "report.json"
     status, output = run("verify", folder, "--tokens", rows, "--json", file)

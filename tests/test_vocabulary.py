@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import converters
-from converters.demo import make_checkpoint
+from converters.tiny import make_checkpoint
 from tests.tiny import BASES, LENGTH, RECIPES, Recipe, load_reference, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
-from transformer_std.lens_names import HEADS_BEHIND, NAMES
+from transformer_std.hooks.transformer_lens import NAMES, POSITIONS_FIRST
 from transformer_std.printing import printout
 
 pytestmark = pytest.mark.quick
@@ -84,7 +84,7 @@ def test_lens_names_are_the_values_in_lens_order(model: HookedTransformer) -> No
     _, cache = model.run_with_cache(prompt())
     for name, ours in lens_names(model).items():
         value = cache[ours]
-        swapped = ours.rpartition(".")[2] in HEADS_BEHIND
+        swapped = ours.rpartition(".")[2] in POSITIONS_FIRST
         expected = value.transpose(1, 2) if swapped else value
         _, alone = model.run_with_cache(prompt(), names_filter=name)
         assert list(alone) == [ours]
@@ -197,7 +197,7 @@ def test_heads_sum_to_the_attention(model: HookedTransformer, cache: Any) -> Non
     heads = stack[model.num_heads :].sum(0)
     bias = attention.b_O.expand_as(heads)[None]
     if attention.post_norm is not None:
-        from transformer_std.decomposition import frozen
+        from transformer_std.analysis.decomposition import frozen
 
         bias = frozen(attention, "post_norm", bias, cache["attention_unnormed_output", 1])
         raw = cache.stack_head_results(2, post_norm=False)[model.num_heads :].sum(0) + attention.b_O

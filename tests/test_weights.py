@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.tiny import BASES, RECIPES, Recipe, prompt
 from transformer_std import HookedTransformer
-from transformer_std.components.mixture import Experts
+from transformer_std.components.experts import Experts
 from transformer_std.weights import UnreadableWeight
 
 Folders = Callable[[Recipe], Path]

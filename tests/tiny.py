@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import converters
-from converters.demo import shake
+from converters.tiny import shake
 
 VOCAB = 131
 LENGTH = 13  # of a prompt; longer than every window here

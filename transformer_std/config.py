@@ -161,6 +161,14 @@ class TransformerConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def attention(self) -> Attention:
+        """That of the first block that has one. Raises `AttributeError` where none has."""
+        found = next((each.attention for each in self.layers if isinstance(each, Layer)), None)
+        if found is None:
+            raise AttributeError("no block of this model attends")
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, for JSON."""
         return dataclasses.asdict(self)

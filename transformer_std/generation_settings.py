@@ -7,9 +7,12 @@ import difflib
 import inspect
 import numbers
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from transformer_std.config import Origin
@@ -37,6 +40,20 @@ REFUSED = {
     "dola_layers": None, "prompt_lookup_num_tokens": None, "assistant_early_exit": None, "use_mtp": False,
     "guidance_scale": 1.0, "token_healing": False, "watermarking_config": None, "max_time": None,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token comes from the scores: `processors` shape them; the largest is taken, or one is drawn."""
+
+    processors: Processors
+    do_sample: bool
+    generator: torch.Generator | None
+
+    def choose(self, scores: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, " batch"]:
+        if not self.do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
 
 
 def read_settings(function: Callable[..., Any], origin: Origin | None, given: dict[str, Any]) -> dict[str, Any]:

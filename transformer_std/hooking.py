@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_std.activation_cache import GRAD, ActivationCache, owned
-from transformer_std.hook_points import Handle, HookPoint, Host
-from transformer_std.layouts import Keys, Values, is_integer
-from transformer_std.names import Names, NamesFilter, UnknownName
-from transformer_std.runs import RUN, Scope, begins_run, close, for_one_run, open_around
+from transformer_std.analysis.decomposition import ActivationCache
+from transformer_std.hooks.hook_point import Handle, HookFn
+from transformer_std.hooks.names import NamesFilter, UnknownName
+from transformer_std.hooks.runs import RUN, Scope, begins_run, close, for_one_run, open_around
+from transformer_std.transformer import Transformer
 
-HookFn = Callable[[Any, HookPoint], Any]
 Pairs = Any  # a list of (names_filter, fn)
 Input = Any  # what forward takes
 
 
-class Hooked(Host):
-    """A root module whose `names` are the index of its tree.
+class Hooked(Transformer):
+    """A transformer whose values are read and written by name.
 
     `add_hook` attaches to the model: every run hears it, on every thread. What `hooks`, `run_with_hooks` and
     `run_with_cache` attach is heard by the runs of this context, or by that one run; not by another thread, nor by a
     model that runs inside a hook.
     """
-
-    names: Names
 
     @begins_run
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +40,7 @@ class Hooked(Host):
         Returns:
             A handle; `handle.remove()` detaches the hook.
         """
-        return self._attach(Handle("backward" if backward else "forward", _function(fn), permanent), name)
+        return self._attach(Handle(_function(fn), backward=backward, permanent=permanent), name)
 
     def _attach(self, handle: Handle, name: NamesFilter) -> Handle:
         targets = self.names.targets(name)
@@ -54,7 +49,7 @@ class Hooked(Host):
         for target in targets:
             target.point.check_takes(handle)
         for target in targets:
-            handle.attach(*target)
+            handle.attach(target.point, target.adapt)
         return handle
 
     def reset_hooks(self, *, including_permanent: bool = False) -> None:
@@ -66,7 +61,7 @@ class Hooked(Host):
                 handle.remove()
 
     @contextlib.contextmanager
-    def hooks(self, fwd_hooks: Pairs = (), bwd_hooks: Pairs = ()) -> Iterator[HookedTransformer]:
+    def hooks(self, fwd_hooks: Pairs = (), bwd_hooks: Pairs = ()) -> Iterator[Hooked]:
         """Hooks for the length of a `with`, on the runs of this context; both arguments are lists of
         `(names_filter, fn)`. A thread that is started inside has a context of its own, and hears `add_hook` alone."""
         with self._attached(fwd_hooks, bwd_hooks) as scope:
@@ -82,10 +77,10 @@ class Hooked(Host):
     def _attached(self, fwd_hooks: Pairs, bwd_hooks: Pairs) -> Iterator[Scope]:
         scope = Scope()
         try:
-            for kind, pairs in (("forward", fwd_hooks), ("backward", bwd_hooks)):
+            for argument, pairs in (("fwd_hooks", fwd_hooks), ("bwd_hooks", bwd_hooks)):
                 for pair in pairs:
-                    name, fn = _as_pair(pair, "fwd_hooks" if kind == "forward" else "bwd_hooks")
-                    self._attach(Handle(kind, _function(fn), scope=scope), name)
+                    name, fn = _as_pair(pair, argument)
+                    self._attach(Handle(_function(fn), backward=argument == "bwd_hooks", scope=scope), name)
             yield scope
         finally:
             for handle in scope.handles:
@@ -107,7 +102,7 @@ class Hooked(Host):
         start, stop = forward.get("start_at_layer"), forward.get("stop_at_layer")
         if start is None and stop is None:
             return
-        first, last = self._span(start, stop)  # type: ignore[attr-defined]
+        first, last = self.span(start, stop)
         for point in self.names.explicit(names_filter):
             if point.layer is not None and not first <= point.layer < last:
                 raise UnknownName(f"{point.name} is not reached: this pass runs layers {first} to {last - 1}")
@@ -141,42 +136,10 @@ class Hooked(Host):
         """
         points = self.names.resolve(names_filter)
         self._check_reached(names_filter, forward)
-        cache = ActivationCache({}, self.names, self)
-        cache._gone = frozenset({"batch"} if remove_batch_dim else ())
-        values, weak = cache._values, weakref.ref(cache)
-        placed = functools.partial(_placed, device=device, remove_batch_dim=remove_batch_dim)
-        as_it_is = device is None and not remove_batch_dim
-        read = forward.get("kv_cache")
-        steps, before = read is not None, 0 if read is None else len(read)
-        inference = torch.is_inference_mode_enabled()  # where no tensor says that it is a view
-
-        def keep(value: Any, hook: HookPoint) -> None:
-            if isinstance(value, Tensor):
-                alias, tracked = steps and hook.layout in (Keys, Values), value.requires_grad
-                if not (tracked and keep_graph):  # where gradients are asked of the very tensor
-                    part = inference or value._is_view()
-                    value = value.detach() if tracked else value
-                    value = owned(value, alias) if part or alias else value
-            values[hook.name] = value if as_it_is else placed(value)
-
-        def keep_gradient(grad: Tensor, hook: HookPoint) -> None:
-            if (alive := weak()) is not None:  # a strong one would tie the graph to the cache it is kept in
-                alive._values[hook.name + GRAD] = placed(owned(grad))
-
-        scope = Scope()
-        reader = Handle("read", keep, takes_later=as_it_is and not keep_graph, scope=scope)
-        gradients = Handle("read_backward", keep_gradient, scope=scope)
-        try:
-            for point in points:
-                reader.attach(point)
-                if incl_bwd and not is_integer(point.layout):
-                    gradients.attach(point)
-            with for_one_run(scope):
-                output = self(input, **forward)
-        finally:
-            reader.remove()
-            gradients.detach()
-        cache._new = len(read) - before if steps else None
+        cache = ActivationCache({}, self.names, self, gone=frozenset({"batch"} if remove_batch_dim else ()))
+        kept = {"gradients": incl_bwd, "device": device, "keep_graph": keep_graph}
+        with cache.recording(points, **kept, kv_cache=forward.get("kv_cache")):
+            output = self(input, **forward)
         if incl_bwd:
             self._check_graph(output)
             if isinstance(output, Tensor) and output.ndim == 0:
@@ -211,12 +174,3 @@ def _as_pair(pair: Any, argument: str) -> tuple[Any, HookFn]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{argument} is a list of pairs (names_filter, fn); {pair!r} is none")
     return pair[0], pair[1]
-
-
-def _placed(value: Any, device: torch.device | str | None, remove_batch_dim: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if remove_batch_dim and value.shape[0] != 1:
-        raise ValueError(f"remove_batch_dim is for a batch of one; this one has {value.shape[0]} rows")
-    value = value if device is None else value.to(device)
-    return value[0] if remove_batch_dim else value

@@ -1,4 +1,4 @@
-"""Keys and values of the positions a model has read."""
+"""What a model keeps of the positions that it has read: its blocks' states, and which positions were real."""
 
 from __future__ import annotations
 
@@ -10,79 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from transformer_std.components.states import State
 from transformer_std.components.tracing import can_look
-
-CHUNK = 64  # positions by which a cache grows
-
-
-class LayerKV:
-    """One block's keys and values, [batch num_kv_heads position dim], in room that grows by chunks.
-
-    A block with a window keeps no more than its next query can see.
-    """
-
-    def __init__(self, window: int | None, room: int):
-        self.window, self._room = window, room
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._start = self._end = 0  # the filled part of the room
-
-    def __len__(self) -> int:
-        return self._end - self._start
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the new positions in; gives the keys and values that their queries attend over. These are views of this
-        memory, which later passes go on from: who keeps one, or edits it, takes a copy."""
-        new = keys.shape[2]
-        kept = len(self) if self.window is None else min(len(self), self.window - 1)
-        self._start = self._end - kept
-        tracked = any(each is not None and each.requires_grad for each in (keys, values, self._keys, self._values))
-        if tracked:  # autograd needs tensors that later steps leave alone
-            self._keys, self._values = self._joined(self._keys, keys), self._joined(self._values, values)
-            self._start, self._end = 0, kept + new
-            return self._keys, self._values
-        if self._keys is None or self._values is None or not self._takes(self._keys, new):
-            self._grow(keys, values, kept, new)
-        self._keys[:, :, self._end : self._end + new] = keys  # type: ignore[index]
-        self._values[:, :, self._end : self._end + new] = values  # type: ignore[index]
-        self._end += new
-        seen = slice(self._start, self._end)
-        return self._keys[:, :, seen], self._values[:, :, seen]  # type: ignore[index]
-
-    def mapped(self, fn: Callable[[Tensor], Tensor]) -> LayerKV:
-        """Another, which holds what `fn` makes of the filled part of this one's keys and values."""
-        other = LayerKV(self.window, self._room)
-        if self._keys is not None and self._values is not None:
-            filled = slice(self._start, self._end)
-            other._keys, other._values = (fn(each[:, :, filled]) for each in (self._keys, self._values))
-            other._end = len(self)
-        return other
-
-    def state(self) -> tuple[Any, ...]:
-        return self._keys, self._values, self._start, self._end
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        self._keys, self._values, self._start, self._end = state
-
-    def _takes(self, room: Tensor, new: int) -> bool:
-        """Whether `new` positions fit; what inference mode made can only be written to there."""
-        fits = self._end + new <= room.shape[2]
-        if torch.compiler.is_compiling():  # which inference mode is not part of
-            return fits
-        return fits and (torch.is_inference_mode_enabled() or not room.is_inference())
-
-    def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
-        return new if held is None else torch.cat((held[:, :, self._start : self._end], new), dim=2)
-
-    def _grow(self, keys: Tensor, values: Tensor, kept: int, new: int) -> None:
-        """New room: views that were handed out keep what they show."""
-        room = max(self._room if self.window is None else 0, -(-(kept + new) // CHUNK) * CHUNK + CHUNK)
-        held = (self._keys, self._values)
-        fresh = [each.new_empty(*each.shape[:2], room, each.shape[3]) for each in (keys, values)]
-        for old, to in zip(held, fresh, strict=True):
-            if old is not None:
-                to[:, :, :kept] = old[:, :, self._start : self._end]
-        (self._keys, self._values), self._start, self._end = fresh, 0, kept
 
 
 class KVCache:
@@ -101,7 +30,7 @@ class KVCache:
 
     def __init__(self, model: nn.Module, length: int = 0):
         self.config = model.config
-        self.layers = [LayerKV(layer.attention.window, length) for layer in self.config.layers]
+        self.layers: list[State | None] = [block.new_state(length) for block in model.layers]
         self.batch: int | None = None
         self.mask: Tensor | None = None
         self._length = 0
@@ -135,7 +64,8 @@ class KVCache:
 
     def _mapped(self, fn: Callable[[Tensor], Tensor]) -> KVCache:
         other = object.__new__(type(self))
-        layers, mask = [layer.mapped(fn) for layer in self.layers], None if self.mask is None else fn(self.mask)
+        layers = [None if state is None else state.mapped(fn) for state in self.layers]
+        mask = None if self.mask is None else fn(self.mask)
         vars(other).update({**vars(self), "layers": layers, "mask": mask})
         return other
 
@@ -177,20 +107,16 @@ class KVCache:
         return given
 
     @contextlib.contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """For the length of a pass: if it fails half-way, the cache is as it was before, its length and mask too."""
-        states = [layer.state() for layer in self.layers]
-        own = (self.batch, self.mask, self._length)
+    def reading(self, mask: Tensor | None, batch: int, new: int) -> Iterator[None]:
+        """For the length of a pass that reads `new` positions of `batch` rows, under the `mask` of everything, None
+        where all are real: counted when it ends. If it fails half-way, the cache is as it was before."""
+        states = [(state, state.snapshot()) for state in self.layers if state is not None]
         try:
             yield
         except BaseException:
-            for layer, state in zip(self.layers, states, strict=True):
-                layer.restore(state)
-            self.batch, self.mask, self._length = own
+            for state, before in states:
+                state.restore(before)
             raise
-
-    def advance(self, mask: Tensor | None, batch: int, new: int) -> None:
-        """Notes that `new` positions were read, under the `mask` of everything; None where all are real."""
         self.batch, self.mask = batch, mask
         self._length += new
 

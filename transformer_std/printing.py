@@ -6,7 +6,7 @@ import textwrap
 
 from torch import nn
 
-from transformer_std.hook_points import Host, Missing
+from transformer_std.hooks.hosts import Host, Missing
 from transformer_std.layouts import describe
 
 

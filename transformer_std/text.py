@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from transformer_std.inputs import checked_mask
 from transformer_std.layouts import Tokens
 from transformer_std.optional import transformers_for
 from transformer_std.padded import PaddedTokens
@@ -57,6 +58,11 @@ class Text:
     @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
+
+    @property
+    def tokenizer_source(self) -> PreTrainedTokenizerBase | str | Path | None:
+        """The tokenizer, or where it is as long as nobody used it; None where there is none."""
+        return self._tokenizer
 
     def to_tokens(self, input: Any, *, return_mask: bool = False) -> Any:
         """Token ids [batch seq] of text, texts, or anything else that the model reads.
@@ -136,8 +142,8 @@ class Text:
         """The text of token ids [seq], or the texts of ids [batch seq]."""
         tokens = torch.as_tensor(tokens)
         if tokens.ndim == 2:
-            return [self._decode(row) for row in tokens.tolist()]
-        return self._decode(tokens.reshape(-1).tolist())
+            return [decode(self.tokenizer, row) for row in tokens.tolist()]
+        return decode(self.tokenizer, tokens.reshape(-1).tolist())
 
     def to_str_tokens(self, input: str | Tensor | Sequence[int]) -> list[str]:
         """The text of each token of a text, or of token ids [seq], where it stands: joined they are the text of all,
@@ -145,7 +151,7 @@ class Text:
         ids = self.to_tokens(input)[0] if isinstance(input, str) else torch.as_tensor(input).squeeze()
         ids, pieces, start, end = ids.reshape(-1).tolist(), [], 0, 0
         for at in range(1, len(ids) + 1):  # a token's text depends on the one before it
-            before, after = self._decode(ids[start:end]), self._decode(ids[start:at])
+            before, after = decode(self.tokenizer, ids[start:end]), decode(self.tokenizer, ids[start:at])
             whole = at == len(ids) or not after.endswith(BROKEN)
             pieces.append(after[len(before) :] if whole else "")
             start, end = (end, at) if whole else (start, end)
@@ -157,7 +163,8 @@ class Text:
         own = self.tokenizer.convert_ids_to_tokens(token)
         if own is None:
             return f"#{token}"
-        text = self._decode([token, token])[len(self._decode([token])) :]  # a text's first token can lose its space
+        once, twice = (decode(self.tokenizer, [token] * count) for count in (1, 2))
+        text = twice[len(once) :]  # a text's first token can lose its space
         is_byte = own.startswith("<0x") and own.endswith(">")
         return own if is_byte or not text or BROKEN in text or text.strip() == own else text
 
@@ -168,9 +175,10 @@ class Text:
             raise ValueError(f"{text!r} is {len(ids)} tokens, {self.tokenizer.convert_ids_to_tokens(ids)}, not one")
         return ids[0]
 
-    def _decode(self, ids: list[int], skip_special: bool = False) -> str:
-        """What the tokens say, to the letter: no spaces are cleaned up."""
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], skip_special: bool = False) -> str:
+    """What tokens say, to the letter: no spaces are cleaned up."""
+    return tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole character
@@ -261,16 +269,3 @@ def joined(rows: list[list[int]], pad: int, masks: list[list[int]] | None = None
     tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], dtype=torch.long)
     mask = checked_mask(torch.tensor([[0] * (longest - len(row)) + row for row in masks]))
     return tokens, None if bool(mask.all()) else mask.long()
-
-
-def checked_mask(mask: Any) -> Tensor:
-    """Raises where a mask is no tensor, or of other numbers than 0 and 1. Only floating-point masks are looked at: what
-    is added to scores, 0 for real tokens and -inf for padding, would be read the other way round."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"the attention_mask is {type(mask).__name__}: give a tensor [batch seq]")
-    if mask.is_floating_point() and not torch.compiler.is_compiling() and not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError(
-            "the attention_mask has other numbers than 0 and 1: give 1 for real tokens and 0 for padding, not what is "
-            "added to the scores"
-        )
-    return mask

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from transformer_std.hook_points import Host
+from transformer_std.hooks.hosts import Host
 from transformer_std.modules import Linear
 
 LARGE = 256.0  # of the unit vectors, so that a bias beside a small weight rounds little of it away

@@ -3,154 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange, reduce, repeat
-from jaxtyping import Bool, Float
+from einops import rearrange, reduce, repeat
+from jaxtyping import Float
 from torch import Tensor
 
 from transformer_std import config
-from transformer_std.components.functions import Angles, causal, expand_kv, turn_both
+from transformer_std.components.kernels import (
+    AllKeys,
+    AllValues,
+    Mask,
+    by_head,
+    expand_kv,
+    head_results,
+    masked_scores,
+    mix_fast,
+    positions_first,
+)
 from transformer_std.components.norms import build_norm
-from transformer_std.components.reuse import filled, times
-from transformer_std.components.tracing import can_look
-from transformer_std.hook_points import HookPoint, Host
+from transformer_std.components.positions import Angles, turn_both
+from transformer_std.components.projections import (
+    FusedProjections,
+    SplitProjections,
+    WeightAndBias,
+    merge_heads,
+    side_by_side,
+)
+from transformer_std.components.states import LayerKV
+from transformer_std.hooks.hook_point import HookPoint
+from transformer_std.hooks.hosts import Host
 from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Values
-from transformer_std.modules import Direct, Linear
+from transformer_std.modules import Linear
 from transformer_std.weights import UnreadableWeight, linear_map
-
-Heads = tuple[Queries, Keys, Values]
-AllKeys = Float[Tensor, "batch num_kv_heads key qk_head_dim"]
-AllValues = Float[Tensor, "batch num_kv_heads key head_dim"]
-Mask = Bool[Tensor, "batch_or_1 1 query key"] | None
-WeightAndBias = tuple[Float[Tensor, "out hidden_size"], Float[Tensor, " out"]]
-
-
-@runtime_checkable
-class LayerCache(Protocol):
-    """A block's part of a key/value cache."""
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the new positions' keys and values in; gives those of all positions."""
-        ...
-
-
-def split_heads(x: Float[Tensor, "batch seq width"], dim: int) -> Float[Tensor, "batch heads seq dim"]:
-    batch, seq, _ = x.shape
-    return x.view(batch, seq, -1, dim).transpose(1, 2)  # einops says it better, in 2 us more, five times a block
-
-
-def side_by_side(x: Float[Tensor, "batch seq width"], dim: int) -> HeadOutputs:
-    return x.view(*x.shape[:2], -1, dim)
-
-
-def merge_heads(x: HeadOutputs) -> Float[Tensor, "batch seq width"]:
-    return x.flatten(2)
-
-
-class SplitProjections(Direct):
-    """Queries, keys and values by a matrix each."""
-
-    def __init__(self, cfg: config.Attention, hidden_size: int):
-        super().__init__()
-        self.head_dim = cfg.head_dim
-        self.q = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=cfg.bias)
-        self.k = Linear(hidden_size, cfg.num_kv_heads * cfg.head_dim, bias=cfg.bias)
-        self.v = Linear(hidden_size, cfg.num_kv_heads * cfg.head_dim, bias=cfg.bias)
-
-    def forward(self, x: Residual) -> Heads:
-        dim = self.head_dim
-        return split_heads(self.q(x), dim), split_heads(self.k(x), dim), split_heads(self.v(x), dim)
-
-    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
-        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
-        return [read("q"), read("k"), read("v")]
-
-
-class FusedProjections(Direct):
-    """One matrix; its output is the queries, then the keys, then the values, head after head."""
-
-    def __init__(self, cfg: config.Attention, hidden_size: int):
-        super().__init__()
-        self.head_dim = cfg.head_dim
-        self.sizes = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
-        self.qkv = Linear(hidden_size, sum(self.sizes) * cfg.head_dim, bias=cfg.bias)
-
-    def _parts(self, x: Tensor, dim: int, unit: int = 1) -> list[Tensor]:
-        # Slices, not split(): autograd refuses in-place edits of a view that came with siblings.
-        h, kv, _ = self.sizes
-        return [x.narrow(dim, start * unit, size * unit) for start, size in ((0, h), (h, kv), (h + kv, kv))]
-
-    def forward(self, x: Residual) -> Heads:
-        q, k, v = self._parts(split_heads(self.qkv(x), self.head_dim), 1)
-        return q, k, v
-
-    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
-        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
-        weight, bias = read("qkv")
-        return list(zip(self._parts(weight, 0, self.head_dim), self._parts(bias, 0, self.head_dim), strict=True))
-
-
-def mix_fast(q: Queries, k: AllKeys, v: AllValues, mask: Mask, scale: float) -> HeadOutputs:
-    """Softmax attention in one fused call, arranged as transformers' sdpa path so that its kernel is the same one."""
-    queries, groups = q.shape[2], q.shape[1] // k.shape[1]
-    share = groups > 1 and mask is None and k.shape[-1] <= 256
-    if groups > 1 and not share:
-        if queries == 1:  # one token: a group's queries stand in for positions, nothing is repeated
-            q = rearrange(q, "batch (kv_head group) 1 dim -> batch kv_head group dim", group=groups)
-        else:
-            k, v = expand_kv(k, groups), expand_kv(v, groups)
-    causal_only = queries > 1 and mask is None  # in this order a bool, too, where a compiler has symbols for sizes
-    heads = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, is_causal=causal_only, enable_gqa=share
-    )
-    if heads.shape[2] != queries:
-        heads = rearrange(heads, "batch kv_head group dim -> batch (kv_head group) 1 dim")
-    return heads.transpose(1, 2).contiguous()
-
-
-def scaled_scores(q: Queries, k: Float[Tensor, "batch num_heads key qk_head_dim"], scale: float) -> Pattern:
-    return times(torch.matmul(q, rearrange(k, "batch head key dim -> batch head dim key")), scale)
-
-
-def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
-    """The scores entering the softmax, where a masked entry is the dtype's lowest finite number."""
-    # In one piece, as they come out of transformers' key/value cache, which a plain call of it has too: in float16 the
-    # product of queries and keys rounds differently on other strides.
-    k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
-    if mask is None:
-        mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
-    scores = scaled_scores(q, k, scale)
-    scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
-    if scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
-        return _refined(scores, scaled_scores(q.float(), k.float(), scale).masked_fill(~mask, -torch.inf))
-    return scores
-
-
-def _refined(scores: Pattern, wide: Pattern) -> Pattern:
-    """Float16 scores whose product passed 65504 before it was scaled (phi-2's does), with the same in float32 beside.
-
-    A row that it took to infinity is given relative to its largest score: a softmax does not see the shift, and where
-    float16 is finest is where the weight is. Other rows stay.
-    """
-    lowest = torch.finfo(torch.float16).min
-    relative = (wide - wide.amax(-1, keepdim=True)).clamp(min=lowest).half()
-    return torch.where((scores == torch.inf).any(-1, keepdim=True), relative, scores.clamp(min=lowest))
-
-
-def by_head(
-    weight: Float[Tensor, "hidden_size width"], head_dim: int
-) -> Float[Tensor, "num_heads head_dim hidden_size"]:
-    return rearrange(weight, "hidden (head dim) -> head dim hidden", dim=head_dim)
-
-
-def head_results(premix: HeadOutputs, weight: Float[Tensor, "hidden_size width"]) -> HeadResults:
-    return einsum(
-        premix, by_head(weight, premix.shape[-1]), "batch seq head dim, head dim hidden -> batch seq head hidden"
-    )
 
 
 def _refuse(message: str) -> NoReturn:
@@ -191,7 +78,7 @@ class Attention(Host):
         if not post_norm:
             self.without("no norm follows this attention: read attention_output", "attention_unnormed_output")
 
-    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerKV | None = None) -> Residual:
         q, k, v = self.projections(x)
         gate = None if self.gate is None else side_by_side(self.gate(x), self.cfg.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -216,7 +103,7 @@ class Attention(Host):
         scores = self.attention_scores(masked_scores(q, k, mask, self.scale))
         pattern = self.attention_probabilities(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype))
         heads = torch.matmul(pattern, expand_kv(v.contiguous(), self.cfg.num_heads // self.cfg.num_kv_heads))
-        return heads.transpose(1, 2).contiguous()
+        return positions_first(heads)
 
     def project(self, premix: HeadOutputs) -> Residual:
         out = self.o(merge_heads(premix))
@@ -225,29 +112,25 @@ class Attention(Host):
         try:
             weight, bias = self._output_map()
         except UnreadableWeight as error:  # no reason to stop a run whose cache has it among others
-            if not self.attention_result.can_wait:
-                raise
-            self.attention_result.later(functools.partial(_refuse, str(error)))
+            self.attention_result.beside(functools.partial(_refuse, str(error)))
             return out
-        if self._results_can_wait(premix, weight):
-            kept = (each.detach().clone() for each in (premix, weight))  # as they are now
-            self.attention_result.later(functools.partial(head_results, *kept))
-            return out
-        # The heads' own contributions round differently from their sum by one product. Only what a hook changed in
-        # them is added, so that reading them leaves every bit; a watched gradient flows through them.
-        result = head_results(premix, weight)
-        edited = self.attention_result(result)
-        if edited is result and not self.attention_result.watches_gradient:
-            return out
+        wait = self._results_are_larger(premix, weight)
+        shown = self.attention_result.beside(head_results, premix, weight, wait=wait)
+        return out if shown is None else self._with_results(out, *shown, bias)
+
+    def _results_are_larger(self, premix: HeadOutputs, weight: Float[Tensor, "hidden_size width"]) -> bool:
+        """Whether the results take more memory than what they are computed from, give or take a head's width."""
+        return premix.shape[0] * premix.shape[1] >= self.cfg.head_dim and premix.dtype == weight.dtype
+
+    def _with_results(
+        self, out: Residual, result: HeadResults, edited: HeadResults, bias: Float[Tensor, " hidden_size"]
+    ) -> Residual:
+        """`out` with what hooks changed in the heads' own results. These round differently from their sum by one
+        product: only the change is added, so that reading them leaves every bit; a watched gradient flows through
+        them."""
         difference = (edited - result.detach()).masked_fill(result.isinf() & (edited == result), 0)  # inf - inf is none
         changed = reduce(difference, "batch seq head hidden -> batch seq hidden", "sum")
         return out.detach() + changed + (bias - bias.detach())
-
-    def _results_can_wait(self, premix: HeadOutputs, weight: Float[Tensor, "hidden_size width"]) -> bool:
-        """Whether the results, which nothing reads on, can be left until they are looked at: where they are larger
-        than what they are computed from, give or take a head's width."""
-        enough = premix.shape[0] * premix.shape[1] >= self.cfg.head_dim
-        return self.attention_result.can_wait and enough and premix.dtype == weight.dtype
 
     def _output_map(self) -> tuple[Float[Tensor, "hidden_size width"], Float[Tensor, " hidden_size"]]:
         return linear_map(self, "o", self.cfg.num_heads * self.cfg.head_dim)

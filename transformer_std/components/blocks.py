@@ -1,16 +1,20 @@
-"""The two wirings of a block."""
+"""A block of a model, and the two wirings of one that attends."""
 
 from __future__ import annotations
 
 from transformer_std import config
-from transformer_std.components.attention import Attention, LayerCache, Mask
-from transformer_std.components.functions import Angles
+from transformer_std.components.attention import Attention
+from transformer_std.components.kernels import Mask
 from transformer_std.components.mixture import Mixture
 from transformer_std.components.mlp import MLPS, Mlp
 from transformer_std.components.norms import build_norm
-from transformer_std.hook_points import HookPoint, Host, Missing
+from transformer_std.components.positions import Angles
+from transformer_std.components.sharing import Need, Sees, Turns
+from transformer_std.components.states import LayerKV, State
+from transformer_std.hooks.hook_point import HookPoint
+from transformer_std.hooks.hosts import Host, Missing
+from transformer_std.hooks.runs import of_its_run
 from transformer_std.layouts import Residual
-from transformer_std.runs import of_its_run
 
 
 def build_mlp(cfg: config.Mlp | config.Mixture, hidden_size: int, post_norm: config.Norm | None) -> Mlp | Mixture:
@@ -22,11 +26,25 @@ def build_mlp(cfg: config.Mlp | config.Mixture, hidden_size: int, post_norm: con
 
 
 class Block(Host):
-    """Attention and MLP on a residual stream."""
+    """A step of the residual stream. Its `forward` is called with the stream, then with what it `needs`, each in its
+    turn, then with its state in a `KVCache` or None; decorate it with `of_its_run`."""
 
     host = "block"
 
     layer_input = HookPoint(Residual, "The residual stream entering the block")
+
+    def needs(self) -> tuple[Need, ...]:
+        """What it asks of a pass."""
+        return ()
+
+    def new_state(self, room: int) -> State | None:
+        """What it keeps of the positions it reads, with room for so many; None: nothing."""
+        return None
+
+
+class AttentionBlock(Block):
+    """Attention and MLP on a residual stream."""
+
     attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
     attention_input = HookPoint(Residual, "What the attention is called with")
 
@@ -36,8 +54,14 @@ class Block(Host):
         self.self_attn = Attention(cfg.attention, hidden_size, cfg.post_norm, eager)
         self.mlp = build_mlp(cfg.mlp, hidden_size, cfg.post_norm)
 
+    def needs(self) -> tuple[Need, ...]:
+        return Turns(self.self_attn.cfg.rotary), Sees(self.self_attn.cfg.window)
 
-class SequentialBlock(Block):
+    def new_state(self, room: int) -> LayerKV:
+        return LayerKV(self.self_attn.cfg.window, room)
+
+
+class SequentialBlock(AttentionBlock):
     """h = x + attention(norm(x));  out = h + mlp(norm(h)), where a sandwich's sublayers end in a norm of their own."""
 
     layer_mid = HookPoint(Residual, "The residual stream after the attention add")
@@ -50,15 +74,15 @@ class SequentialBlock(Block):
         self.mlp_norm = build_norm(cfg.norm, hidden_size)
 
     @of_its_run
-    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
         x = self.layer_input(x)
         normed = self.attention_norm_output(self.attention_norm(x))
-        x = self.layer_mid(x + self.self_attn(self.attention_input(normed), angles, mask, cache))
+        x = self.layer_mid(x + self.self_attn(self.attention_input(normed), angles, mask, state))
         normed = self.mlp_norm_output(self.mlp_norm(x))
         return self.layer_output(x + self.mlp(self.mlp_input(normed)))
 
 
-class ParallelBlock(Block):
+class ParallelBlock(AttentionBlock):
     """h = norm(x);  out = attention(h) + mlp(h) + x"""
 
     lacks = "the block is parallel: it adds both sublayers at once, and there is no stream between them"
@@ -68,10 +92,10 @@ class ParallelBlock(Block):
     layer_output = HookPoint(Residual, "The residual stream leaving the block")
 
     @of_its_run
-    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerCache | None = None) -> Residual:
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
         x = self.layer_input(x)
         normed = self.mlp_norm_output(self.attention_norm_output(self.attention_norm(x)))
-        attention = self.self_attn(self.attention_input(normed), angles, mask, cache)
+        attention = self.self_attn(self.attention_input(normed), angles, mask, state)
         return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_std import config
-from transformer_std.components.grouped import Rows, by_expert, group, take, unsorted
-from transformer_std.components.mlp import ACTIVATIONS, SharedExpert
+from transformer_std.components.experts import Experts
+from transformer_std.components.mlp import SharedExpert
 from transformer_std.components.norms import build_norm
-from transformer_std.components.reuse import times
-from transformer_std.components.routers import Choice, sigmoid_top_k, softmax_top_k, sparsemixer
-from transformer_std.hook_points import HookPoint, Host, Missing, laid_out_as
+from transformer_std.components.routers import ROUTERS, Choice
+from transformer_std.hooks.hook_point import HookPoint
+from transformer_std.hooks.hosts import Host, Missing
 from transformer_std.layouts import (
     ExpertIndices,
     ExpertOutputs,
@@ -27,43 +26,8 @@ from transformer_std.layouts import (
     SharedGate,
     SlotNeurons,
 )
-from transformer_std.modules import Direct, Linear, ZeroedLinear
+from transformer_std.modules import Linear, ZeroedLinear
 from transformer_std.weights import own_weight
-
-
-class Experts(Direct):
-    """The experts' matrices, stacked: gate over up [num_experts 2*intermediate hidden], and down."""
-
-    def __init__(self, cfg: config.Mixture, hidden_size: int):
-        super().__init__()
-        self.activation = ACTIVATIONS[cfg.activation]
-        self.gate_up = nn.Parameter(torch.empty(cfg.num_experts, 2 * cfg.intermediate_size, hidden_size))
-        self.down = nn.Parameter(torch.empty(cfg.num_experts, hidden_size, cfg.intermediate_size))
-
-    def extra_repr(self) -> str:
-        return f"gate_up={list(self.gate_up.shape)}, down={list(self.down.shape)}"
-
-    def forward(
-        self, x: Residual, weights: ExpertWeights, indices: ExpertIndices, meet: Callable[..., Tensor]
-    ) -> ExpertOutputs:
-        """Every slot's output times its weight, in slot order. `meet` shows the values on the way, rows by expert."""
-        expert, order = torch.sort(indices.flatten())
-        groups = group(expert, len(self.down))
-        # No rows outlive their use: over a few hundred tokens, memory fresh from the system costs more than arithmetic.
-        both = by_expert(take(x.flatten(0, 1), order // indices.shape[-1]), self.gate_up, groups)
-        neurons = self.neurons(both, functools.partial(meet, order=order))
-        del both
-        out = by_expert(neurons, self.down, groups)
-        del neurons
-        out = times(out, weights.flatten()[order, None])
-        return take(out, unsorted(order)).view(*indices.shape, -1)
-
-    def neurons(
-        self, both: Float[Tensor, "rows gate_and_up"], meet: Callable[..., Tensor]
-    ) -> Float[Tensor, "rows intermediate_size"]:
-        size = self.down.shape[-1]
-        gate, up = meet("mlp_preactivation", both.narrow(-1, 0, size)), meet("mlp_up", both.narrow(-1, size, size))
-        return meet("mlp_neurons", meet("mlp_activation", self.activation(gate)) * up)
 
 
 def shared_experts(cfg: config.Mlp | None, hidden_size: int) -> SharedExpert | Missing:
@@ -123,8 +87,7 @@ class Mixture(Host):
             shared = self.shared_experts(x)
         indices = self._checked(self.expert_indices(indices))
         weights = self.expert_weights(weights)
-        meet = functools.partial(self._meet, indices.shape)
-        slots = self.expert_outputs(self.experts(x, weights, indices, meet))
+        slots = self.expert_outputs(self.experts(x, weights, indices, self))
         out = self.routed_output(slots.sum(2).to(x.dtype))
         if shared is not None:
             out = out + self.shared(x, shared)
@@ -133,15 +96,9 @@ class Mixture(Host):
         return self.mlp_output(out)
 
     def select(self, logits: RouterLogits) -> Choice:
-        router = self.cfg.router
-        if isinstance(router, config.SparseMixer):
-            return sparsemixer(logits, router.jitter, self.training)
-        if isinstance(router, config.SoftmaxTopK):
-            scores = self.router_scores(logits.softmax(-1, dtype=torch.float32))
-            weights, indices = softmax_top_k(scores, self.cfg.top_k, router.normalized)
-            return weights.to(logits.dtype), indices
-        scores = self.router_scores(logits.float().sigmoid())
-        return sigmoid_top_k(scores, self.expert_bias, self.cfg.top_k, router.scale)
+        router = ROUTERS[type(self.cfg.router)]
+        scores = None if router.score is None else self.router_scores(router.score(logits))
+        return router.choose(self, logits, scores)
 
     def shared(self, x: Residual, out: Residual) -> Residual:
         if self.shared_gate is not None:
@@ -155,21 +112,6 @@ class Mixture(Host):
             for _ in range(2):
                 x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
         return x
-
-    def _meet(self, size: torch.Size, name: str, rows: Rows, order: Int[Tensor, " rows"]) -> Rows:
-        """Passes rows sorted by expert through the hook point `name`, which has them in slot order."""
-        point: HookPoint = self.__dict__[name]
-        if not point.watched:
-            return rows
-        if point.can_wait:
-            rows_now = rows.detach()
-            point.later(lambda: take(rows_now, unsorted(order)).view(*size, -1))
-            return rows
-        slots = take(rows, unsorted(order)).view(*size, -1)
-        edited = point(slots)
-        if edited is slots and not point.watches_gradient:
-            return rows
-        return laid_out_as(edited.flatten(0, 2)[order], rows)
 
     def _checked(self, indices: ExpertIndices) -> ExpertIndices:
         if self.expert_indices.writes and not bool(((indices >= 0) & (indices < self.cfg.num_experts)).all()):

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformer_std import config
 from transformer_std.components.norms import build_norm
 from transformer_std.components.reuse import free
-from transformer_std.hook_points import HookPoint, Host
+from transformer_std.hooks.hook_point import HookPoint
+from transformer_std.hooks.hosts import Host
 from transformer_std.layouts import Neurons, Residual
 from transformer_std.modules import Linear
 from transformer_std.weights import linear_map

@@ -1,11 +1,15 @@
-"""Routers: from a token's logits to the weights and indices of its slots. Pure functions."""
+"""Routers: from a token's logits to the weights and indices of its slots. Pure functions, and the table of them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from transformer_std import config
 from transformer_std.layouts import ExpertIndices, ExpertWeights, RouterLogits
 
 Choice = tuple[ExpertWeights, ExpertIndices]
@@ -82,3 +86,31 @@ class _Heun(torch.autograd.Function):
         share, chosen, shares = ctx.saved_tensors  # type: ignore[attr-defined]
         grad = grad * share
         return (shares * -grad).scatter_add(-1, chosen, grad), None, None, None, None
+
+
+class Router(NamedTuple):
+    """How a mixture routes. `score` makes of the logits the scores that are a value, None where there are none;
+    `choose` makes of the mixture, the logits and the scores the slots."""
+
+    score: Callable[[RouterLogits], RouterLogits] | None
+    choose: Callable[[Any, RouterLogits, Any], Choice]
+
+
+def _choose_softmax(mixture: Any, logits: RouterLogits, scores: RouterLogits) -> Choice:
+    weights, indices = softmax_top_k(scores, mixture.top_k, mixture.cfg.router.normalized)
+    return weights.to(logits.dtype), indices
+
+
+def _choose_sigmoid(mixture: Any, logits: RouterLogits, scores: RouterLogits) -> Choice:
+    return sigmoid_top_k(scores, mixture.expert_bias, mixture.top_k, mixture.cfg.router.scale)
+
+
+def _choose_sparsemixer(mixture: Any, logits: RouterLogits, scores: None) -> Choice:
+    return sparsemixer(logits, mixture.cfg.router.jitter, mixture.training)
+
+
+ROUTERS: dict[type, Router] = {
+    config.SoftmaxTopK: Router(lambda logits: logits.softmax(-1, dtype=torch.float32), _choose_softmax),
+    config.SigmoidTopK: Router(lambda logits: logits.float().sigmoid(), _choose_sigmoid),
+    config.SparseMixer: Router(None, _choose_sparsemixer),
+}

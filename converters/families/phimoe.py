@@ -8,7 +8,7 @@ Release: https://huggingface.co/microsoft/Phi-3.5-MoE-instruct (SparseMixer-v2, 
 import dataclasses
 
 from converters.hf_config import ConfigError, ConfigReader, longrope, plain_rotary
-from converters.reference import Between, Input, Output, by_heads, side_by_side, tokens_apart
+from converters.places import Between, Input, Output, by_heads, side_by_side, tokens_apart
 from converters.rules import Copy, Ignore, Stack
 from transformer_std.components.mlp import ACTIVATIONS
 from transformer_std.config import Attention, Layer, Mixture, Norm, Rotary, SparseMixer, TransformerConfig

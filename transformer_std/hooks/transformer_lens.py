@@ -1,12 +1,19 @@
 """TransformerLens' names of our values, for habits and scripts that have them.
 
-Where TransformerLens has heads behind positions ([batch pos head d_head]: queries, keys, values), a hook or look-up by
+Where TransformerLens has positions before heads ([batch pos head d_head]: queries, keys, values), a hook or look-up by
 its name speaks its order of axes; every other value has one order in both.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor
+
+from transformer_std.hooks.hook_point import HookFn, HookPoint
 
 NAMES = {
     "hook_embed": "token_embeddings",
@@ -34,8 +41,8 @@ NAMES = {
     "ln_final.hook_normalized": "final_norm_output",
 }
 # What TransformerLens' get_act_name takes: the last part, without hook_.
-SHORT = {lens.rpartition("hook_")[2]: ours.rpartition(".")[2] for lens, ours in NAMES.items() if "ln" not in lens}
-HEADS_BEHIND = {"attention_queries", "attention_keys", "attention_values"} | {
+SHORT = {their.rpartition("hook_")[2]: ours.rpartition(".")[2] for their, ours in NAMES.items() if "ln" not in their}
+POSITIONS_FIRST = {"attention_queries", "attention_keys", "attention_values"} | {
     f"attention_{each}_before_rotary" for each in ("queries", "keys")
 }
 
@@ -47,17 +54,17 @@ def translate(name: str) -> str | None:
     return NAMES[template].format(i=block) if template in NAMES else None
 
 
-def of(name: str) -> str | None:
+def name_of(name: str) -> str | None:
     """TransformerLens' name for a full name of ours; None where it has none."""
     found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     template = f"layers.{{i}}.{found[2]}" if found else name
-    lens = next((lens for lens, ours in NAMES.items() if ours == template), None)
-    return lens and lens.format(i=found[1] if found else "")
+    theirs = next((theirs for theirs, ours in NAMES.items() if ours == template), None)
+    return theirs and theirs.format(i=found[1] if found else "")
 
 
-def heads_behind(value: str) -> bool:
+def positions_first(value: str) -> bool:
     """Whether TransformerLens has this value of ours as [batch pos head d_head]."""
-    return value in HEADS_BEHIND
+    return value in POSITIONS_FIRST
 
 
 # TransformerLens' names of axes, and what they can be here.
@@ -73,3 +80,32 @@ AXES = {
 def axis(name: str, names: list[str]) -> str:
     """The axis among `names` that `name` means; `name` itself where none is."""
     return next((each for each in AXES.get(name, ()) if each in names), name)
+
+
+class TheirPoint:
+    """A hook point as TransformerLens' scripts know it: under its name there, and with `layer()`."""
+
+    def __init__(self, point: HookPoint, name: str):
+        self._point, self.name = point, name
+
+    def layer(self) -> int | None:
+        return self._point.layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_point"), name)
+
+
+def spoken(fn: HookFn, point: HookPoint, name: str, positions_first: bool) -> HookFn:
+    """`fn` as it is called at `point`: it hears `name` from its hook, and sees [batch seq head dim] where
+    `positions_first`."""
+    return functools.partial(_call, fn, TheirPoint(point, name), positions_first)
+
+
+def _call(fn: HookFn, point: TheirPoint, positions_first: bool, value: Tensor, hook: HookPoint) -> Any:
+    if not positions_first:
+        return fn(value, point)
+    seen = rearrange(value, "batch head seq dim -> batch seq head dim")
+    new = fn(seen, point)
+    if not isinstance(new, Tensor) or new.ndim != 4:
+        return new
+    return None if new is seen else rearrange(new, "batch seq head dim -> batch head seq dim")

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import converters
 from converters.checkpoint import Checkpoint, CheckpointError, LiveTensors, read_json
+from converters.exporting import export
+from converters.families import module_of
 from converters.fill import fill, own_rules, same, unlike
-from converters.hf_config import MOST_OF_ANYTHING, is_whole
-from converters.reference import Reference, Run
+from converters.hf_config import DTYPES, MOST_OF_ANYTHING, is_whole
 from converters.rules import Rule
-from transformer_std import HookedTransformer, TransformerConfig
-from transformer_std.config import Mixture
+from converters.sources import as_dtype, folder_of, own_config, read_config
+from converters.verification.reference import Reference, Run
+from transformer_std.config import Mixture, TransformerConfig
+from transformer_std.model import HookedTransformer
 from transformer_std.optional import transformers_for
 
 PROMPTS = ("The Eiffel Tower is in the city of", "def add(a, b):\n    return a +")
@@ -120,15 +122,15 @@ def verify(
         CheckpointError: one of the two cannot load it, or a token file holds something else.
         ConfigError: a model of ours that no release's config describes.
     """
-    dtype = converters.as_dtype(dtype)
+    dtype = as_dtype(dtype)
     with _released(source, dtype, revision) as (folder, config, tensors, rules):
         if dtype is None and config.dtype is not None:
-            dtype = converters.DTYPES[config.dtype]
+            dtype = DTYPES[config.dtype]
         if dtype == torch.float64 and any(isinstance(layer.mlp, Mixture) for layer in config.layers):
             raise CheckpointError("transformers' experts have no float64: verify a mixture in float32")
         theirs = _load_theirs(folder, dtype or "auto", attn_implementation)
         tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
-        family = converters.family_of(config)
+        family = module_of(config)
         with torch.device("meta"):
             model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
         fill(model, LiveTensors.of(theirs), family.WEIGHTS, next(theirs.parameters()).dtype)
@@ -157,13 +159,13 @@ def _released(
         return
     if Path(source).is_file():
         raise CheckpointError(f"transformers loads folders, not a file like {source}: verify its folder")
-    folder = converters.folder_of(source, revision)
-    config, tensors = converters.read_config(folder), Checkpoint(folder)
-    if own := converters.own_config(folder, tensors.header):
+    folder = folder_of(source, revision)
+    config, tensors = read_config(folder), Checkpoint(folder)
+    if own := own_config(folder, tensors.header):
         with _exported(HookedTransformer.from_pretrained(folder, dtype=dtype)) as exported:
             yield exported, own, tensors, own_rules(tensors)
     else:
-        yield folder, config, tensors, converters.family_of(config).WEIGHTS
+        yield folder, config, tensors, module_of(config).WEIGHTS
 
 
 def in_memory(model: HookedTransformer) -> tuple[TransformerConfig, LiveTensors]:
@@ -176,7 +178,7 @@ def in_memory(model: HookedTransformer) -> tuple[TransformerConfig, LiveTensors]
 @contextlib.contextmanager
 def _exported(model: HookedTransformer) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        converters.export(model, Path(folder) / "exported")
+        export(model, Path(folder) / "exported")
         yield Path(folder) / "exported"
 
 
@@ -196,7 +198,7 @@ def inputs(
     """What to compare on, with its label. Raises `CheckpointError` on a file of something else."""
     if prompts or token_files:
         return [(text, model.to_tokens(text)) for text in prompts] + [read_tokens(file) for file in token_files]
-    if model._tokenizer is not None:
+    if model.has_tokenizer:
         return [(text, model.to_tokens(text)) for text in PROMPTS]
     return random_tokens(model.vocab_size, model.config.max_length)
 

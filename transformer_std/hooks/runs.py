@@ -136,19 +136,22 @@ def begins_run(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_its_run(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward, which under activation checkpointing runs once more in the backward: with the hooks of the
-    `run` that it was part of, also where they are gone from the model since."""
+    """A block's forward, which under activation checkpointing runs once more in the backward: with the hooks of the run
+    that it was part of, which is its last argument then, also where they are gone from the model since."""
 
     @functools.wraps(forward)
-    def again(self: Any, x: Any, angles: Any, mask: Any, cache: Any = None, run: Run | None = None) -> Any:
-        if run is None or torch.compiler.is_compiling() or RUN.get() is run:
-            return forward(self, x, angles, mask, cache)
+    def again(self: Any, x: Any, *given: Any) -> Any:
+        run = given[-1] if given and isinstance(given[-1], Run) else None
+        if run is None:
+            return forward(self, x, *given)
+        if torch.compiler.is_compiling() or RUN.get() is run:
+            return forward(self, x, *given[:-1])
         gone = [handle for scope in run.around | run.own for handle in scope.handles if not handle.attached]
         for handle in gone:
             handle.attach_again()
         try:
             with _being(run):
-                return forward(self, x, angles, mask, cache)
+                return forward(self, x, *given[:-1])
         finally:
             for handle in gone:
                 handle.detach()

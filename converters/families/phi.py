@@ -6,7 +6,7 @@ Release: https://huggingface.co/microsoft/phi-2
 """
 
 from converters.hf_config import ConfigReader, plain_rotary
-from converters.reference import Input, Output, by_heads, side_by_side
+from converters.places import Input, Output, by_heads, side_by_side
 from converters.rules import Copy, Ignore
 from transformer_std.components.mlp import ACTIVATIONS
 from transformer_std.config import Attention, Layer, Mlp, Norm, TransformerConfig

@@ -6,7 +6,7 @@ Release: https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B
 """
 
 from converters.hf_config import ConfigError, ConfigReader, plain_rotary
-from converters.reference import Between, Input, Output, by_heads, side_by_side, tokens_apart
+from converters.places import Between, Input, Output, by_heads, side_by_side, tokens_apart
 from converters.rules import Copy, Ignore, Stack
 from transformer_std.components.mlp import ACTIVATIONS
 from transformer_std.config import Attention, Layer, Mixture, Mlp, Norm, SoftmaxTopK, TransformerConfig

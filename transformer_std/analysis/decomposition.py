@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from transformer_std.activation_cache import CachedValues
 from transformer_std.components.norms import RMSNorm
-from transformer_std.hook_points import Host
+from transformer_std.hooks.hosts import Host
+from transformer_std.hooks.names import UnknownName
 from transformer_std.modules import LayerNorm
-from transformer_std.names import UnknownName
+from transformer_std.transformer import Transformer
 from transformer_std.weights import computes_as, linear_map, own_weight
-
-if TYPE_CHECKING:
-    from transformer_std.model import HookedTransformer
 
 Stack = Float[Tensor, "component *axes hidden_size"]
 Labelled = Any  # a Stack, or with return_labels a pair of it and the components' names
 
 
-class Decomposition:
-    """Methods of an `ActivationCache` that holds the values they name; they raise `UnknownName` where it does not."""
+class ActivationCache(CachedValues):
+    """What `run_with_cache` saw. Keys are full names; `cache["attention_queries", 3]` is block 3's.
 
-    model: HookedTransformer
-    _gone: frozenset[str]
-
-    def __getitem__(self, key: Any) -> Any:
-        raise NotImplementedError
+    Gradients, where they were asked for, are under the value's name with `_grad` behind it. TransformerLens' names are
+    understood, and answered in its order of axes. What takes the values apart raises `UnknownName` where the cache does
+    not hold those it needs.
+    """
 
     def decompose_resid(
         self, layer: int | None = None, *, mlp_input: bool = False, apply_ln: bool = False, return_labels: bool = False
@@ -230,13 +228,13 @@ def frozen(host: Host, name: str, stack: Stack, whole: Float[Tensor, "*axes hidd
         return (parts * scale * weight.to(parts)).to(stack.dtype)
 
 
-def norm_bias(model: HookedTransformer) -> Float[Tensor, " hidden_size"] | None:
+def norm_bias(model: Transformer) -> Float[Tensor, " hidden_size"] | None:
     """The final norm's bias; an RMS norm has none."""
     return None if computes_as(model.norm, RMSNorm) else own_weight(model, "norm", "bias", LayerNorm)
 
 
 @torch.no_grad()
-def bias_logits(model: HookedTransformer) -> Float[Tensor, " vocab_size"]:
+def bias_logits(model: Transformer) -> Float[Tensor, " vocab_size"]:
     """The constant that the final norm's bias and the head's add to every logit, whatever the input."""
     bias = norm_bias(model)
     weight, head_bias = linear_map(model, "lm_head", model.hidden_size)

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from converters.hf_config import ConfigReader, longrope, plain_rotary
-from converters.reference import Input, Output, first_half, fused_keys, fused_queries, second_half, side_by_side
+from converters.places import Input, Output, first_half, fused_keys, fused_queries, second_half, side_by_side
 from converters.rules import Copy, Ignore
 from transformer_std.components.mlp import ACTIVATIONS
 from transformer_std.config import Attention, Layer, Mlp, Norm, Rotary, TransformerConfig

@@ -11,95 +11,18 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
-from unittest import mock
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from transformer_std.config import Layer, TransformerConfig
-from transformer_std.hook_points import laid_out_as
+from converters.places import At, Between, Place, Places
+from transformer_std.config import TransformerConfig
+from transformer_std.hooks.hook_point import laid_out_as
 
 Edit = Callable[[Tensor], Tensor | None]
-
-
-@dataclass(frozen=True)
-class At:
-    """Where a view stands: our config of the block, and the call's (batch, seq)."""
-
-    layer: Layer
-    size: tuple[int, int]
-
-
-View = Callable[[Tensor, At], Tensor]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A module's input or output, and the part of it, as a view, that is the value.
-
-    `stream`: the module's caller keeps the very tensor too, so that a write must be in place to reach it.
-    """
-
-    module: str
-    side: Literal["input", "output"]
-    view: View | None = None
-    stream: bool = False
-
-
-@dataclass(frozen=True)
-class Between:
-    """A torch function that a module's forward calls, and its output or second argument."""
-
-    module: str
-    function: str
-    side: Literal["output", "second"]
-    view: View | None = None
-
-
-# A list where blocks differ: the first whose module a block has.
-Places = Place | Between | list[Place]
-
-Input = functools.partial(Place, side="input")
-Output = functools.partial(Place, side="output")
-
-
-def by_heads(x: Tensor, at: At) -> Tensor:
-    """[batch seq (head dim)] as queries are laid out."""
-    return rearrange(x, "batch seq (head dim) -> batch head seq dim", dim=at.layer.attention.head_dim)
-
-
-def heads_apart(x: Tensor, at: At) -> Tensor:
-    """[batch seq head dim] as queries are laid out."""
-    return rearrange(x, "batch seq head dim -> batch head seq dim")
-
-
-def fused_queries(x: Tensor, at: At) -> Tensor:
-    return by_heads(x, at)[:, : at.layer.attention.num_heads]
-
-
-def fused_keys(x: Tensor, at: At) -> Tensor:
-    return by_heads(x, at)[:, at.layer.attention.num_heads :][:, : at.layer.attention.num_kv_heads]
-
-
-def side_by_side(x: Tensor, at: At) -> Tensor:
-    """[batch seq (head dim)] as head outputs are laid out."""
-    return rearrange(x, "batch seq (head dim) -> batch seq head dim", dim=at.layer.attention.head_dim)
-
-
-def tokens_apart(x: Tensor, at: At) -> Tensor:
-    """[(batch seq) width] with its tokens back in rows."""
-    return x if x.ndim == 3 else rearrange(x, "(batch seq) width -> batch seq width", batch=at.size[0])
-
-
-def first_half(x: Tensor, at: At) -> Tensor:
-    return x[..., : x.shape[-1] // 2]
-
-
-def second_half(x: Tensor, at: At) -> Tensor:
-    return x[..., x.shape[-1] // 2 :]
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -338,19 +261,14 @@ def _recording_attention(
     if implementation == "sdpa":
         heads, _ = sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
         return run.meet(host + "attention_head_outputs", heads), None
-    softmax, dropout = torch.nn.functional.softmax, torch.nn.functional.dropout
 
-    def recording_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return softmax(run.meet(host + "attention_scores", scores), *args, **kwargs)
+    def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return func(run.meet(host + "attention_scores", args[0]), *args[1:], **kwargs)
 
-    def recording_dropout(pattern: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return dropout(run.meet(host + "attention_probabilities", pattern), *args, **kwargs)
+    def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return func(run.meet(host + "attention_probabilities", args[0]), *args[1:], **kwargs)
 
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    functional = torch.nn.functional
-    with (
-        mock.patch.object(functional, "softmax", recording_softmax),
-        mock.patch.object(functional, "dropout", recording_dropout),
-    ):
+    with _Intercepting({"softmax": softmax, "dropout": dropout}):
         heads, pattern = eager(module, q, k, v, attention_mask, **kwargs)
     return run.meet(host + "attention_head_outputs", heads), pattern

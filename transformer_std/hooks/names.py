@@ -10,20 +10,25 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from transformer_std import lens_names
-from transformer_std.hook_points import HookPoint, Host, Unavailable, vocabulary
+from transformer_std.hooks import transformer_lens
+from transformer_std.hooks.hook_point import HookFn, HookPoint
+from transformer_std.hooks.hosts import Host, Unavailable, vocabulary
 
 # A full name, a value name, a (value, layer) pair, a glob, a list of these, a function of the full name, or None.
 NamesFilter = Any
 
 
 class Target(NamedTuple):
-    """A hook point that was asked for. `lens`: by this name of TransformerLens; `heads_behind`: whose axes it has in
-    another order."""
+    """A hook point that was asked for. `theirs`: by this name of TransformerLens; `positions_first`: which has its axes
+    in that order."""
 
     point: HookPoint
-    lens: str = ""
-    heads_behind: bool = False
+    theirs: str = ""
+    positions_first: bool = False
+
+    def adapt(self, fn: HookFn, here: HookPoint) -> HookFn:
+        """`fn` as it is called at the point, in the manner of the name."""
+        return transformer_lens.spoken(fn, here, self.theirs, self.positions_first) if self.theirs else fn
 
 
 class UnknownName(KeyError):
@@ -114,8 +119,8 @@ class Names:
             return [self.at(*wanted)]
         if callable(wanted):
             found = [Target(point) for name, point in self.points.items() if wanted(name)]
-            by_lens = map(self._lens, self.points.values())
-            found = found or [target for target in by_lens if target.lens and wanted(target.lens)]
+            by_theirs = map(self._by_theirs, self.points.values())
+            found = found or [target for target in by_theirs if target.theirs and wanted(target.theirs)]
             if not found:
                 raise UnknownName(f"{wanted!r} is true of no name of this model, so it means no value")
             return found
@@ -129,18 +134,18 @@ class Names:
     def _by_string(self, name: str) -> Iterable[Target]:
         if name in self.points:
             return [Target(self.points[name])]
-        if name not in self.by_value and (short := name.removeprefix("hook_")) in lens_names.SHORT:
-            return [self._lens(target.point) for target in self._by_string(lens_names.SHORT[short])]
-        if (ours := lens_names.translate(name)) is not None:
-            return [self._lens(target.point) for target in self._by_string(ours)]
+        if name not in self.by_value and (short := name.removeprefix("hook_")) in transformer_lens.SHORT:
+            return [self._by_theirs(target.point) for target in self._by_string(transformer_lens.SHORT[short])]
+        if (ours := transformer_lens.translate(name)) is not None:
+            return [self._by_theirs(target.point) for target in self._by_string(ours)]
         if name in self.by_value:
             return self._everywhere(name)
         if any(each in name for each in "*?["):
             return self._by_glob(name)
         raise self.miss(name)
 
-    def _lens(self, point: HookPoint) -> Target:
-        return Target(point, lens_names.of(point.name) or "", lens_names.heads_behind(point.value))
+    def _by_theirs(self, point: HookPoint) -> Target:
+        return Target(point, transformer_lens.name_of(point.name) or "", transformer_lens.positions_first(point.value))
 
     def _by_glob(self, pattern: str) -> list[Target]:
         found = [Target(point) for name, point in self.points.items() if fnmatch.fnmatchcase(name, pattern)]
@@ -157,8 +162,8 @@ class Names:
 
     def at(self, value: str, layer: Integral) -> Target:
         """The hook point of `value` in block `layer` (negative: from the last block)."""
-        if value not in self.by_value and value in lens_names.SHORT:
-            return self._lens(self.at(lens_names.SHORT[value], layer).point)
+        if value not in self.by_value and value in transformer_lens.SHORT:
+            return self._by_theirs(self.at(transformer_lens.SHORT[value], layer).point)
         if value in self.points and value not in self.by_value:
             raise UnknownName(f"{value!r} is a full name, and has its layer: ask for it alone")
         if value not in self.by_value:
@@ -166,7 +171,7 @@ class Names:
         entries = self.by_value[value]
         if None in entries:
             raise UnknownName(f"{value} is a value of the model, not of a block: ask for {value!r} without a layer")
-        index = self._index(layer)
+        index = self.layer(layer)
         entry = entries[index]
         if isinstance(entry, str):
             raise Unavailable(f"{value} is unavailable on layer {index}: {entry}")
@@ -178,8 +183,8 @@ class Names:
             return self.at(*name[:2])
         if name in self.points:
             return Target(self.points[name])
-        if (ours := lens_names.translate(str(name))) is not None:
-            return self._lens(self.one(ours).point)
+        if (ours := transformer_lens.translate(str(name))) is not None:
+            return self._by_theirs(self.one(ours).point)
         if name in self.by_value and None not in self.by_value[name]:
             raise UnknownName(f"{name} is a value of every block: ask for ({name!r}, layer)")
         raise self.miss(name)
@@ -192,7 +197,7 @@ class Names:
                 for value, entries in self.by_value.items()
             }
             return {value: reasons or None for value, reasons in missing.items()}
-        index = self._index(layer)
+        index = self.layer(layer)
         entries = {value: at[index] for value, at in self.by_value.items() if index in at}
         return {value: entry if isinstance(entry, str) else None for value, entry in entries.items()}
 
@@ -206,7 +211,8 @@ class Names:
             return [point for each in names_filter for point in self.explicit(each)]
         return []
 
-    def _index(self, layer: Integral) -> int:
+    def layer(self, layer: Integral) -> int:
+        """A block's number; a negative one counts from the last."""
         if not -self.num_layers <= layer < self.num_layers:
             raise UnknownName(f"layer {layer} is out of range: the model has layers 0 to {self.num_layers - 1}")
         return int(layer) % self.num_layers
@@ -215,8 +221,8 @@ class Names:
         """The error for a `name` without a hook point: `Unavailable` with its reason, or the closest names."""
         if name in self.absent:
             return Unavailable(f"{name} is unavailable: {self.absent[name]}")
-        by_lens = [lens for each in self.points if (lens := lens_names.of(each))]
-        known = dict.fromkeys([*self.by_value, *lens_names.SHORT, *self.points, *by_lens])
+        theirs = [their for each in self.points if (their := transformer_lens.name_of(each))]
+        known = dict.fromkeys([*self.by_value, *transformer_lens.SHORT, *self.points, *theirs])
         close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
         hint = f"; did you mean {', '.join(close)}?" if close else "; support() lists what there is"
         return UnknownName(f"this model has no value {name!r}{hint}")

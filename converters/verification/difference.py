@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import converters
 from converters.checkpoint import CheckpointError
 from converters.fill import fill, own_rules, same
-from converters.verification import (
+from converters.loading import load
+from converters.sources import as_dtype
+from converters.verification.report import (
     OPEN_ONLY,
     PROMPTS,
     in_memory,
@@ -24,7 +25,8 @@ from converters.verification import (
     random_tokens,
     read_tokens,
 )
-from transformer_std import ActivationCache, HookedTransformer
+from transformer_std.analysis.decomposition import ActivationCache
+from transformer_std.model import HookedTransformer
 
 GIVEN = {"input_ids", "attention_mask", "input_size"}  # the same on both sides
 DERIVED = {"attention_result"}  # large, and says no more than what it is made of
@@ -129,7 +131,7 @@ def diff(
         CheckpointError: one cannot be loaded, a token file holds something else, or the two read a prompt as other
             tokens.
     """
-    dtype = converters.as_dtype(dtype)
+    dtype = as_dtype(dtype)
     ours = [_load(source, dtype, attn_implementation) for source in (a, b)]
     uncompared: dict[str, str] = {}
     parameters, weights = _compare_parameters(*ours, uncompared)
@@ -156,10 +158,10 @@ def diff(
 
 def _load(source: Any, dtype: torch.dtype | None, attn_implementation: str) -> HookedTransformer:
     if not isinstance(source, HookedTransformer):
-        return converters.load(source, dtype=dtype, attn_implementation=attn_implementation)
+        return load(source, HookedTransformer, dtype=dtype, attn_implementation=attn_implementation)
     config, tensors = in_memory(source)
     with torch.device("meta"):
-        model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=source._tokenizer)
+        model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=source.tokenizer_source)
     fill(model, tensors, own_rules(tensors), dtype or source.embed_tokens.weight.dtype)
     return model
 
@@ -263,7 +265,7 @@ def _inputs(
 
 def _tokens(text: str, a: HookedTransformer, b: HookedTransformer) -> Tensor | None:
     """The tokens of a text, where both have a tokenizer and read it the same."""
-    if a._tokenizer is None or b._tokenizer is None:
+    if not (a.has_tokenizer and b.has_tokenizer):
         return None
     first, second = a.to_tokens(text), b.to_tokens(text)
     return first if torch.equal(first, second) else None

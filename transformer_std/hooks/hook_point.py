@@ -13,74 +13,65 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
+from transformer_std.hooks.runs import Scope, heard_now, step_now
 from transformer_std.layouts import describe, is_integer
-from transformer_std.modules import Direct
-from transformer_std.runs import Scope, heard_now, step_now
 
-# A reader is the library's own: it looks, never edits, and costs no copy.
-Kind = Literal["forward", "backward", "read", "read_backward"]
-
-BACKWARD, READERS = ("backward", "read_backward"), ("read", "read_backward")
-
-
-class Unavailable(KeyError):
-    """A standard value that this block does not have; the message says why."""
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
+HookFn = Callable[[Any, Any], Any]  # of a value, or its gradient, and the hook point
 
 
 LOCK = threading.Lock()  # of the points' handles: several threads may use one model
 
 
 class Handle:
-    """One function attached to hook points. `remove()` detaches it; so does leaving `with handle:`."""
+    """One function attached to hook points. `remove()` detaches it; so does leaving `with handle:`.
+
+    Args:
+        fn: called with the value, or with its gradient, and the hook point.
+        backward: it is called in the backward.
+        reads: it is the library's own: it looks, never edits, and costs no copy.
+        defers: a reader that is content with a `Deferred` in the place of a value.
+        permanent: `reset_hooks` leaves it.
+        scope: the run or `with` block that it belongs to; None: every run hears it.
+    """
 
     def __init__(
         self,
-        kind: Kind,
-        fn: Callable[..., Any],
+        fn: HookFn,
+        *,
+        backward: bool = False,
+        reads: bool = False,
+        defers: bool = False,
         permanent: bool = False,
-        takes_later: bool = False,
         scope: Scope | None = None,
     ):
-        self.kind, self.fn, self.permanent = kind, fn, permanent
-        self.takes_later = takes_later  # a reader that is content with a `Later` in the place of a value
-        # Of the run or `with` block that it belongs to; None: every run hears it. (Not the scope, which holds handles:
-        # what is deleted is to be freed without waiting for the garbage collector.)
+        self.fn, self.backward, self.reads, self.defers, self.permanent = fn, backward, reads, defers, permanent
+        # Not the scope, which holds handles: what is deleted is to be freed without waiting for the garbage collector.
         self.scope = None if scope is None else scope.token
         self.active = True
-        self._places: list[tuple[HookPoint, Callable[..., Any], HookPoint]] = []
+        self._places: list[tuple[HookPoint, HookFn, HookPoint]] = []
         self.attached = False
         if scope is not None:
             scope.handles.append(self)
 
-    def attach(self, point: HookPoint, lens: str = "", heads_behind: bool = False) -> None:
-        """To `point`. Under a `lens` name the function hears that name from its hook; `heads_behind`: and speaks
-        [batch seq head dim] where the value is [batch head seq dim]."""
+    def attach(self, point: HookPoint, adapt: Callable[[HookFn, HookPoint], HookFn] | None = None) -> None:
+        """To `point`; `adapt` makes of the function, and of the point as it sees it, the one that is called."""
         point.check_takes(self)
-        here = point if self.scope is None or self.kind in READERS else point.with_notes()
-        fn = functools.partial(_through_lens, self.fn, LensPoint(here, lens), heads_behind) if lens else self.fn
-        self._places.append((point, fn, here))
+        here = point if self.scope is None or self.reads else point.with_notes()
+        self._places.append((point, self.fn if adapt is None else adapt(self.fn, here), here))
         self._put(*self._places[-1])
 
-    def _put(self, point: HookPoint, fn: Callable[..., Any], here: HookPoint) -> None:
+    def _put(self, point: HookPoint, fn: HookFn, here: HookPoint) -> None:
         # Between the others and the backward hooks, which watch what those made of the value, the last attached first:
         # so the gradient comes to the first attached first.
         with LOCK:
             if others := point._handles:
-                at = sum(each.handle.kind not in BACKWARD for each in others)
+                at = sum(not each.handle.backward for each in others)
                 point._handles = (*others[:at], Attached(self, fn, here), *others[at:])
             else:
                 point._handles = (Attached(self, fn, here),)
@@ -113,41 +104,19 @@ class Handle:
 
     def __repr__(self) -> str:
         where = ", ".join(point.name for point, *_ in self._places) if self.attached else "removed"
-        return f"<{self.kind} hook {getattr(self.fn, '__name__', self.fn)!s} at {where}>"
+        kind = "backward" if self.backward else "forward"
+        return f"<{kind} hook {getattr(self.fn, '__name__', self.fn)!s} at {where}>"
 
 
 class Attached(NamedTuple):
     """A handle at one hook point, its function as this point calls it, and the point as the function sees it."""
 
     handle: Handle
-    fn: Callable[..., Any]
+    fn: HookFn
     here: HookPoint
 
 
-class LensPoint:
-    """A hook point as TransformerLens' scripts know it: under its name there, and with `layer()`."""
-
-    def __init__(self, point: HookPoint, name: str):
-        self._point, self.name = point, name
-
-    def layer(self) -> int | None:
-        return self._point.layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_point"), name)
-
-
-def _through_lens(fn: Callable[..., Any], lens: LensPoint, heads_behind: bool, value: Tensor, hook: HookPoint) -> Any:
-    if not heads_behind:
-        return fn(value, lens)
-    seen = rearrange(value, "batch head seq dim -> batch seq head dim")
-    new = fn(seen, lens)
-    if not isinstance(new, Tensor) or new.ndim != 4:
-        return new
-    return None if new is seen else rearrange(new, "batch seq head dim -> batch head seq dim")
-
-
-class Later:
+class Deferred:
     """A value that is computed when it is first looked at, from tensors that nothing changes until then."""
 
     def __init__(self, compute: Callable[[], Tensor]):
@@ -195,22 +164,36 @@ class HookPoint:
         return bool(self._handles) and bool(self.heard())
 
     @property
-    def can_wait(self) -> bool:
-        """Whether all that watches here takes a `Later`."""
-        return all(each.handle.takes_later for each in self.heard())
-
-    def later(self, compute: Callable[[], Tensor]) -> None:
-        for each in self.heard():
-            if each.handle.active:
-                each.fn(Later(compute), self)
-
-    @property
     def writes(self) -> bool:
-        return bool(self._handles) and any(each.handle.kind == "forward" for each in self.heard())
+        return bool(self._handles) and any(not (each.handle.reads or each.handle.backward) for each in self.heard())
 
-    @property
-    def watches_gradient(self) -> bool:
-        return any(each.handle.kind in BACKWARD for each in self.heard())
+    def beside(
+        self, compute: Callable[..., Tensor], *tensors: Tensor, wait: bool = True, copy: bool = True
+    ) -> tuple[Tensor, Tensor] | None:
+        """Shows `compute(*tensors)`, a value that the forward itself goes on without.
+
+        Args:
+            compute: makes the value; not called where nothing watches it.
+            tensors: what it is made of.
+            wait: it may be computed when it is looked at, where that suits all that watch.
+            copy: what it is made of may change until then.
+
+        Returns:
+            The value, and what hooks made of it; None where they changed nothing and watch no gradient.
+        """
+        heard = self.heard() if self._handles else []
+        if not heard:
+            return None
+        if wait and all(each.handle.defers for each in heard):
+            kept = [each.detach().clone() if copy else each.detach() for each in tensors]
+            for each in heard:
+                if each.handle.active:
+                    each.fn(Deferred(functools.partial(compute, *kept)), self)
+            return None
+        value = compute(*tensors)
+        edited = self(value)
+        unchanged = edited is value and not any(each.handle.backward for each in heard)
+        return None if unchanged else (value, edited)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without its hooks: a copy is a place of its own."""
@@ -231,7 +214,7 @@ class HookPoint:
         return HookPoint(self.layout, self.description, self.write)
 
     def check_takes(self, handle: Handle) -> None:
-        if handle.kind in BACKWARD and is_integer(self.layout):
+        if handle.backward and is_integer(self.layout):
             raise ValueError(f"{self.name} holds integers: it has no gradient, and a backward hook could never fire")
 
     def _pass(self, value: Any) -> Any:
@@ -240,18 +223,18 @@ class HookPoint:
             handle, fn, here = attached
             if not _belongs(handle.scope, scopes):
                 continue
-            if handle.kind == "read":
+            if handle.backward:
+                value = self._watch_gradient(value, attached)
+            elif handle.reads:
                 if handle.active:  # it is not in a block that is computed again for its gradients
                     fn(value, self)
                 mine = False
-            elif handle.kind == "forward":
+            else:
                 # A hook may edit in place, and the same tensor can be another value's or be held by a cache.
                 if not mine and isinstance(value, Tensor):
                     value, mine = laid_out_as(value, value), True
                 new = self._edited(value, fn, here)
                 value, mine = new, mine and new is value
-            else:
-                value = self._watch_gradient(value, attached)
         return value
 
     def _edited(self, value: Any, fn: Callable[[Any, HookPoint], Any], here: HookPoint) -> Any:
@@ -286,7 +269,7 @@ class HookPoint:
         handle, fn, here = attached
         if not handle.active:
             return None
-        if handle.kind == "read_backward":
+        if handle.reads:
             fn(grad, self)
             return None
         # Autograd hands one gradient to every summand: a hook that edits in place must have its own.
@@ -312,72 +295,3 @@ def _belongs(scope: object | None, heard: frozenset[object] | None) -> bool:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-class Host(Direct):
-    """A module with standard values. `HookPoint`s of its class become its own; a value of its kind of host that the
-    instance lacks is an `Unavailable` in the same place, or falls under `lacks`.
-
-    `host` names the kind of host; all classes of one kind share a vocabulary.
-    """
-
-    host: str = ""
-    lacks: str = "this block does not compute it"
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in own_values(type(self)):
-            self.__dict__[name] = getattr(type(self), name).fresh()
-
-    def without(self, reason: str, *names: str) -> None:
-        """Says that this instance does not have the values `names`, and why."""
-        for name in names:
-            self.__dict__[name] = Unavailable(reason)
-
-    def hook_points(self) -> dict[str, HookPoint]:
-        return {name: self.__dict__[name] for name in own_values(type(self)) if self.has(name)}
-
-    @property
-    def path(self) -> str:
-        """Where the host is in its model, `layers.3.self_attn`; empty for the model."""
-        return next(iter(self.hook_points().values())).name.rpartition(".")[0]
-
-    def has(self, name: str) -> bool:
-        return isinstance(self.__dict__.get(name), HookPoint)
-
-    def __dir__(self) -> list[str]:
-        return sorted(set(super().__dir__()) - set(self.absent()))
-
-    def absent(self) -> dict[str, str]:
-        """Each value of this kind of host that the instance does not have, with the reason."""
-        return {
-            name: missing.reason if isinstance(missing := self.__dict__.get(name), Unavailable) else self.lacks
-            for name in vocabulary(self.host)
-            if not self.has(name)
-        }
-
-
-class Missing(Host):
-    """In the place of a host that a block does not have: all of its values are unavailable, for one reason."""
-
-    def __init__(self, host: str, reason: str):
-        super().__init__()
-        self.host, self.lacks = host, reason
-
-
-def own_values(cls: type) -> list[str]:
-    """The values that a class declares, those of its bases first."""
-    declared = [vars(base) for base in reversed(cls.__mro__)]
-    return [name for names in declared for name, item in names.items() if isinstance(item, HookPoint)]
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
-
-
-def vocabulary(host: str) -> dict[str, HookPoint]:
-    """Every value that any class of this kind of host declares, in order of declaration."""
-    classes = [cls for cls in _subclasses(Host) if cls.host == host]  # type: ignore[attr-defined]
-    return {name: getattr(cls, name) for cls in classes for name in own_values(cls)}

@@ -8,7 +8,7 @@ Release: https://huggingface.co/arcee-ai/Trinity-Mini
 """
 
 from converters.hf_config import ConfigError, ConfigReader, plain_rotary
-from converters.reference import Between, Input, Output, heads_apart, side_by_side, tokens_apart
+from converters.places import Between, Input, Output, heads_apart, side_by_side, tokens_apart
 from converters.rules import Copy, Ignore, Stack
 from transformer_std.components.mlp import ACTIVATIONS
 from transformer_std.config import Attention, Layer, Mixture, Mlp, Norm, SigmoidTopK, TransformerConfig

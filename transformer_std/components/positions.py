@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -133,10 +132,3 @@ def visible(
 def seen_keys(past: int, new: int, window: int | None) -> int:
     """How many keys the queries of `new` positions attend over when `past` were read before."""
     return new + (past if window is None else min(past, window - 1))
-
-
-def expand_kv(heads: Float[Tensor, "batch kv_heads key dim"], groups: int) -> Float[Tensor, "batch heads key dim"]:
-    """Each key or value head once for every query head of its group."""
-    if groups == 1:
-        return heads
-    return repeat(heads, "batch kv_heads key dim -> batch (kv_heads groups) key dim", groups=groups)

@@ -1,0 +1,90 @@
+"""Where transformers' modules have each standard value: the words of a family's `VALUES`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from einops import rearrange
+from torch import Tensor
+
+from transformer_std.config import Layer
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a view stands: our config of the block, and the call's (batch, seq)."""
+
+    layer: Layer
+    size: tuple[int, int]
+
+
+View = Callable[[Tensor, At], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module's input or output, and the part of it, as a view, that is the value.
+
+    `stream`: the module's caller keeps the very tensor too, so that a write must be in place to reach it.
+    """
+
+    module: str
+    side: Literal["input", "output"]
+    view: View | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Between:
+    """A torch function that a module's forward calls, and its output or second argument."""
+
+    module: str
+    function: str
+    side: Literal["output", "second"]
+    view: View | None = None
+
+
+# A list where blocks differ: the first whose module a block has.
+Places = Place | Between | list[Place]
+
+Input = functools.partial(Place, side="input")
+Output = functools.partial(Place, side="output")
+
+
+def by_heads(x: Tensor, at: At) -> Tensor:
+    """[batch seq (head dim)] as queries are laid out."""
+    return rearrange(x, "batch seq (head dim) -> batch head seq dim", dim=at.layer.attention.head_dim)
+
+
+def heads_apart(x: Tensor, at: At) -> Tensor:
+    """[batch seq head dim] as queries are laid out."""
+    return rearrange(x, "batch seq head dim -> batch head seq dim")
+
+
+def fused_queries(x: Tensor, at: At) -> Tensor:
+    return by_heads(x, at)[:, : at.layer.attention.num_heads]
+
+
+def fused_keys(x: Tensor, at: At) -> Tensor:
+    return by_heads(x, at)[:, at.layer.attention.num_heads :][:, : at.layer.attention.num_kv_heads]
+
+
+def side_by_side(x: Tensor, at: At) -> Tensor:
+    """[batch seq (head dim)] as head outputs are laid out."""
+    return rearrange(x, "batch seq (head dim) -> batch seq head dim", dim=at.layer.attention.head_dim)
+
+
+def tokens_apart(x: Tensor, at: At) -> Tensor:
+    """[(batch seq) width] with its tokens back in rows."""
+    return x if x.ndim == 3 else rearrange(x, "(batch seq) width -> batch seq width", batch=at.size[0])
+
+
+def first_half(x: Tensor, at: At) -> Tensor:
+    return x[..., : x.shape[-1] // 2]
+
+
+def second_half(x: Tensor, at: At) -> Tensor:
+    return x[..., x.shape[-1] // 2 :]

@@ -1,0 +1,1 @@
+"""Our model against transformers' own, and two checkpoints against each other."""

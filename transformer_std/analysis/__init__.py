@@ -1,0 +1,1 @@
+"""What one asks of a model and of the values of a run."""

@@ -1,0 +1,71 @@
+"""From the stream to the queries, keys and values of every head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from transformer_std import config
+from transformer_std.layouts import HeadOutputs, Keys, Queries, Residual, Values
+from transformer_std.modules import Direct, Linear
+
+Heads = tuple[Queries, Keys, Values]
+WeightAndBias = tuple[Float[Tensor, "out hidden_size"], Float[Tensor, " out"]]
+
+
+def split_heads(x: Float[Tensor, "batch seq width"], dim: int) -> Float[Tensor, "batch heads seq dim"]:
+    batch, seq, _ = x.shape
+    return x.view(batch, seq, -1, dim).transpose(1, 2)  # einops says it better, in 2 us more, five times a block
+
+
+def side_by_side(x: Float[Tensor, "batch seq width"], dim: int) -> HeadOutputs:
+    return x.view(*x.shape[:2], -1, dim)
+
+
+def merge_heads(x: HeadOutputs) -> Float[Tensor, "batch seq width"]:
+    return x.flatten(2)
+
+
+class SplitProjections(Direct):
+    """Queries, keys and values by a matrix each."""
+
+    def __init__(self, cfg: config.Attention, hidden_size: int):
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.q = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=cfg.bias)
+        self.k = Linear(hidden_size, cfg.num_kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.v = Linear(hidden_size, cfg.num_kv_heads * cfg.head_dim, bias=cfg.bias)
+
+    def forward(self, x: Residual) -> Heads:
+        dim = self.head_dim
+        return split_heads(self.q(x), dim), split_heads(self.k(x), dim), split_heads(self.v(x), dim)
+
+    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
+        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
+        return [read("q"), read("k"), read("v")]
+
+
+class FusedProjections(Direct):
+    """One matrix; its output is the queries, then the keys, then the values, head after head."""
+
+    def __init__(self, cfg: config.Attention, hidden_size: int):
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.sizes = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+        self.qkv = Linear(hidden_size, sum(self.sizes) * cfg.head_dim, bias=cfg.bias)
+
+    def _parts(self, x: Tensor, dim: int, unit: int = 1) -> list[Tensor]:
+        # Slices, not split(): autograd refuses in-place edits of a view that came with siblings.
+        h, kv, _ = self.sizes
+        return [x.narrow(dim, start * unit, size * unit) for start, size in ((0, h), (h, kv), (h + kv, kv))]
+
+    def forward(self, x: Residual) -> Heads:
+        q, k, v = self._parts(split_heads(self.qkv(x), self.head_dim), 1)
+        return q, k, v
+
+    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
+        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
+        weight, bias = read("qkv")
+        return list(zip(self._parts(weight, 0, self.head_dim), self._parts(bias, 0, self.head_dim), strict=True))

@@ -1,0 +1,1 @@
+"""Values by name, read and written where they are computed."""
