@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.pairs import SIZES, families, medians, pair, tokens
-from benchmarks.report import Row, run
+from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.rows import Row, run
+from benchmarks.sizes import SIZES
 from transformer_std.hook_points import HookPoint, Host, own_values
 
 QUESTIONS = {"watched", "writes", "can_wait"}
