@@ -42,9 +42,8 @@ def publish() -> None:
 
 
 def page(results: list[Result]) -> str:
-    return (
-        "\n\n".join([NOTES.read_text().strip().replace("{summary}", summary(results)), *map(section, results)]) + "\n"
-    )
+    notes = NOTES.read_text().strip().replace("{summary}", summary(results))
+    return "\n\n".join([notes, *map(section, results)]) + "\n"
 
 
 def summary(results: list[Result]) -> str:
@@ -81,7 +80,7 @@ def section(result: Result) -> str:
     about = (benchmark(result).__doc__ or "").strip()
     image = f"![{result.name}](benchmarks/{result.name}.svg)\n\n" if plotted(result) else ""
     lines = table(HEAD, [row.cells() for row in result.rows])
-    return f"## {result.name}\n\n{about}\n\nOn {machine(result)}.\n\n{image}{lines}\n"
+    return f"## {result.name}\n\n{about}\n\nOn {machine(result)}.\n\n{image}{lines}"
 
 
 def machine(result: Result) -> str:
