@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import SIZES, bridge, medians, pairs, sight, tokens
-from benchmarks.report import Row, run
+from benchmarks.pairs import bridge, medians, pairs, sight, tokens
+from benchmarks.plots import bars
+from benchmarks.rows import Row, run
+from benchmarks.sizes import SIZES
 from transformer_std import HookedTransformer
 
+draw = bars
 EVERYTHING = {"tiny": 0.3, "middle": 0.9}
 BOTH_HAVE = {
     "layer_input": "hook_resid_pre",

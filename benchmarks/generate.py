@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.pairs import medians, pairs, tokens
-from benchmarks.report import Row, run
+from benchmarks.plots import bars
+from benchmarks.rows import Row, run
 
+draw = bars
 NEW, PROMPT = 64, (1, 32)
 RUNS = {"tiny": 5, "middle": 3}
 

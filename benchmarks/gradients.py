@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import SIZES, medians, pairs, tokens
-from benchmarks.report import Row, run
+from benchmarks.pairs import medians, pairs, tokens
+from benchmarks.plots import bars
+from benchmarks.rows import Row, run
+from benchmarks.sizes import SIZES
 from transformer_std import HookedTransformer
+
+draw = bars
 
 
 def measure() -> Iterator[Row]:

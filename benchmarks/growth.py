@@ -9,13 +9,18 @@ added between its first point and its last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.pairs import SIZES, families, medians, pair, tokens
-from benchmarks.report import Row, run
+from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.plots import curves
+from benchmarks.rows import Row, run
+from benchmarks.sizes import SIZES
 from transformer_std import HookedTransformer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16)
@@ -66,6 +71,10 @@ def watched(ours: HookedTransformer, theirs: Any, count: int) -> list[float]:
             handle.remove()
 
     return medians(SIZES["tiny"]["runs"], lambda: ours.run_with_cache(prompt, names_filter=names[:count]), hooked)
+
+
+def draw(figure: Figure, rows: list[Row]) -> None:
+    curves(figure, [row for row in rows if row.size.isdigit()])  # the points, without what is added between them
 
 
 if __name__ == "__main__":

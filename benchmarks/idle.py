@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.pairs import SIZES, families, medians, pair, tokens
-from benchmarks.report import Row, run
+from benchmarks.pairs import families, medians, pair, tokens
+from benchmarks.rows import Row, run
+from benchmarks.sizes import SIZES
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host, own_values
 

@@ -14,8 +14,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.pairs import SIZES, medians, pairs, tokens
-from benchmarks.report import Row, run
+from benchmarks.pairs import medians, pairs, tokens
+from benchmarks.rows import Row, run
+from benchmarks.sizes import SIZES
 
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
 LARGEST = 5

@@ -1,7 +1,7 @@
 """Loading a checkpoint of 0.5 to 1 GB against transformers': `python -m benchmarks.load`.
 
-Each load is a process of its own, forked once everything is imported; the file is in the system's cache. Private memory
-is what the process alone holds at the most (anonymous pages), without the mapped pages of the file.
+Each load is a process of its own, on one thread, forked once everything is imported; the file is in the system's cache.
+Private memory is what the process alone holds at the most (anonymous pages), without the mapped pages of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 
 import converters
 from benchmarks.pairs import families, pair
-from benchmarks.report import Row, run
+from benchmarks.rows import Row, run
 from transformer_std import HookedTransformer
 
 RUNS = 3

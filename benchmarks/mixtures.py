@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pairs import families, medians, pair, tokens
-from benchmarks.report import Row, run
+from benchmarks.rows import Row, run
 
 SETTINGS = {
     "qwen2_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "num_hidden_layers": 4},
