@@ -28,9 +28,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_code_prints_what_the_page_says(
-    page: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_prints_what_the_page_says(page: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept").symlink_to(kept)
     for block, out in run_blocks(page, TEXTS[page]):
