@@ -23,11 +23,11 @@ from benchmarks.sizes import SIZES
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host, own_values
 
-QUESTIONS = {"watched", "writes", "can_wait"}
+QUESTIONS = {"watched", "writes"}
 
 
 class Bare(ast.NodeTransformer):
-    """`self.value(x)` and `meet("value", x)` become `x`; `self.value.watched` becomes False."""
+    """`self.value(x)` and `route.show(host.value, x)` become `x`; `self.value.watched` becomes False."""
 
     def __init__(self, values: set[str]):
         self.values = values
@@ -36,7 +36,7 @@ class Bare(ast.NodeTransformer):
         self.generic_visit(node)
         if self._is_value(node.func):
             return node.args[0]
-        if isinstance(node.func, ast.Name) and node.func.id == "meet":
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "show":
             return node.args[1]
         return node
 

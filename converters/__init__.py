@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters import loading
 from converters.checkpoint import CheckpointError
 from converters.families import module_of as family_of
 from converters.families import names as families  # a function here; the files are in the folder of that name
@@ -21,7 +22,7 @@ __all__ = ["CheckpointError", "ConfigError", "diff", "export", "families", "fami
 
 def load(source: Any, **options: Any) -> HookedTransformer:
     """What `HookedTransformer.from_pretrained` does; its arguments are described there."""
-    return HookedTransformer.from_pretrained(source, **options)
+    return loading.load(source, HookedTransformer, **options)
 
 
 def export(model: HookedTransformer, folder: str | Path, **options: Any) -> None:

@@ -125,7 +125,7 @@ def test_a_project_verifies_its_own_checkpoint(checkpoints: Folders, tmp_path: P
         f"    report = verify_checkpoint({str(checkpoints(BASES[1]))!r}, layers=True)\n"
         "    assert report.comparisons\n"
         "def test_not(verify_checkpoint, monkeypatch):\n"
-        "    monkeypatch.setattr('converters.verification.Report.bit_equal', False)\n"
+        "    monkeypatch.setattr('converters.verification.report.Report.bit_equal', False)\n"
         f"    verify_checkpoint({str(checkpoints(BASES[1]))!r})\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]

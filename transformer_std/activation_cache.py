@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from transformer_std.transformer import Transformer
 GRAD = "_grad"
 FORMAT = "transformer_std.cache 1"
 Slice = numbers.Integral | slice | Tensor | list[int]
-Cached = TypeVar("Cached", bound="CachedValues")
 
 
 class CachedValues(Mapping[str, Any]):
@@ -336,10 +335,10 @@ def _single(index: Any) -> Any:
     return index
 
 
-class StepCaches(list[Cached]):
+class StepCaches(list[CachedValues]):
     """One cache a step of a generation: the prompt pass first."""
 
-    def cat(self) -> Cached:
+    def cat(self) -> CachedValues:
         """One cache over all positions, where a value's layout has them; else the last step's. A pattern's row has its
         step's keys in their places; elsewhere zero, of scores the lowest finite number, as a pass has it."""
         first = self[0]

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from transformer_std.activation_cache import StepCaches
-from transformer_std.analysis.decomposition import ActivationCache
 from transformer_std.generation_settings import Sampling, ids_of, processors, read_settings
 from transformer_std.hooking import Hooked
 from transformer_std.hooks.names import NamesFilter
@@ -216,7 +215,7 @@ class Decoding:
         self.names_filter, self.scored = names_filter, scored
         self.tokens, self.mask = tokens, mask
         self.stopped = torch.zeros_like(self.tokens[:, 0])
-        self.caches: StepCaches[ActivationCache] = StepCaches()
+        self.caches = StepCaches()
         self._room = tokens.shape[1] + count
         self._cache = KVCache(model, self._room) if use_kv_cache else None
         # Rows count their real tokens; what is padding in all of them has no position.
