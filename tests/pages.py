@@ -19,6 +19,7 @@ import torch
 import converters
 from converters.tiny import make_checkpoint
 from transformer_std import HookedTransformer, HookPoint
+from transformer_std.hooks import transformer_lens
 from transformer_std.hooks.hosts import Host, own_values
 from transformer_std.layouts import axes, describe
 

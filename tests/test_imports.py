@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -167,3 +169,30 @@ def test_the_library_never_names_a_family() -> None:
         text = path.read_text().lower()
         for name in ("phi3", "phimoe", "qwen", "afmoe", "trinity", "model_type", "architecture"):
             assert name not in text, f"{path.name} says {name}"
+
+
+def imported(name: str) -> Iterator[str]:
+    """The project's modules that one names in its imports, wherever they stand in it, for types too."""
+    path = ROOT.joinpath(*name.split("."))
+    for node in ast.walk(ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())):
+        names = [each.name for each in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        inside = [f"{node.module}.{each}" for each in names] if isinstance(node, ast.ImportFrom) else names
+        outer = [node.module] if isinstance(node, ast.ImportFrom) else []
+        found = [each for each in inside if each in MODULES]
+        yield from found if len(found) == len(inside) else [*found, *(each for each in outer if each in MODULES)]
+
+
+@pytest.mark.quick
+def test_no_module_imports_one_that_leads_back_to_it() -> None:
+    """But for one arrow: `from_pretrained` reaches up to where checkpoints are read."""
+    graph = {name: set(imported(name)) for name in MODULES}
+    assert "converters.loading" in graph["transformer_std.model"]
+    graph["transformer_std.model"].remove("converters.loading")
+    assert sum(map(len, graph.values())) > 200
+    assert list(TopologicalSorter(graph).static_order())
+    ups = {
+        name
+        for name, found in graph.items()
+        if name.startswith("transformer_std") and any("converters" in each for each in found)
+    }
+    assert not ups
