@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
+
+FORMAT = 2  # of `to_dict`; 1 had no number, and no tags
+TAG = "is"  # in the place of one of several classes: which of them
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,13 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One block. `post_norm`, where set, closes each sublayer before its output is added (a sandwich block)."""
+class Block:
+    """An entry of a model's `layers`. Its `kind` names the class that is built of it."""
+
+
+@dataclass(frozen=True)
+class Layer(Block):
+    """A block that attends. `post_norm`, where set, closes each sublayer before its output is added: a sandwich."""
 
     kind: Literal["sequential", "parallel"]
     norm: Norm
@@ -147,7 +156,7 @@ class TransformerConfig:
     hidden_size: int
     intermediate_size: int
     max_length: int
-    layers: tuple[Layer, ...]
+    layers: tuple[Block, ...]
     norm: Norm
     embedding_multiplier: float | None = None
     tied_head: bool = False
@@ -170,32 +179,64 @@ class TransformerConfig:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists, for JSON."""
-        return dataclasses.asdict(self)
+        """Plain dicts and lists, for JSON, with the number of their format."""
+        return {"format": FORMAT, **_plain(TransformerConfig, self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TransformerConfig:
-        """The inverse of `to_dict`. Raises `TypeError` on a key that no field has."""
-        return _build(cls, values)
+        """The inverse of `to_dict`, of any version: a field that was added since takes its default.
+
+        Raises:
+            TypeError: a field that there is none of.
+        """
+        given = dict(values)
+        number = given.pop("format", 1)
+        try:
+            return _build(cls, given)
+        except TypeError as error:
+            newer = f"; it is of format {number}, and this version of transformer_std reads {FORMAT}"
+            raise TypeError(f"{error}{newer if number != FORMAT else ''}") from None
+
+
+def _classes(kind: Any) -> list[type]:
+    """The dataclasses that a field of the annotated type `kind` may hold."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return [cls for option in typing.get_args(kind) for cls in _classes(option)]
+    if not dataclasses.is_dataclass(kind):
+        return []
+    return [typing.cast(type, kind), *(cls for each in kind.__subclasses__() for cls in _classes(each))]
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    """The inverse of `_build`."""
+    if typing.get_origin(kind) is tuple:
+        return [_plain(typing.get_args(kind)[0], item) for item in value]
+    if isinstance(value, tuple):  # of an optional one
+        return list(value)
+    if not (classes := _classes(kind)) or value is None:
+        return copy.deepcopy(value)
+    hints = typing.get_type_hints(type(value))
+    fields = {each.name: _plain(hints[each.name], getattr(value, each.name)) for each in dataclasses.fields(value)}
+    return {TAG: type(value).__name__, **fields} if len(classes) > 1 else fields
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """`value` from JSON as the annotated type `kind`: of several dataclasses, the one whose fields it has."""
-    if value is None:
-        return None
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        options = [option for option in typing.get_args(kind) if option is not type(None)]
-        return _build(max(options, key=lambda option: _in_common(option, value)), value)
+    """`value` from JSON as the annotated type `kind`. Of several dataclasses the one that the tag names, or, in what
+    had no tags yet, the one whose fields it has."""
     if typing.get_origin(kind) is tuple:
         return tuple(_build(typing.get_args(kind)[0], item) for item in value)
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints.get(name), item) for name, item in value.items()})  # type: ignore[operator]
-    return value
-
-
-def _in_common(kind: Any, value: Any) -> int:
-    """How many of `kind`'s fields `value` has: a file that was written before a field was there lacks it."""
-    if not dataclasses.is_dataclass(kind) or not isinstance(value, dict):
-        return 0
-    return sum(each.name in value for each in dataclasses.fields(kind))
+    if isinstance(value, list) and not isinstance(kind, type):  # an optional tuple
+        return tuple(value)
+    if not (classes := _classes(kind)) or value is None:
+        return value
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} stands in the place of {classes[0].__name__}")
+    given = dict(value)
+    if (tag := given.pop(TAG, None)) is None:
+        cls = max(classes, key=lambda each: sum(field.name in given for field in dataclasses.fields(each)))
+    elif (cls := {each.__name__: each for each in classes}.get(tag)) is None:
+        raise TypeError(f"there is no {tag!r} here")
+    hints = typing.get_type_hints(cls)
+    if unknown := [name for name in given if name not in hints]:
+        raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}")
+    return cls(**{name: _build(hints[name], item) for name, item in given.items()})
