@@ -76,10 +76,9 @@ def released_config(model: Transformer) -> dict[str, Any]:
     config = dict(getattr(family, "spelled_for_transformers", dict)(model.config.origin.config))
     config.pop("auto_map", None)  # names files of code that are not in the folder
     config["architectures"] = [family.ARCHITECTURES[-1]]
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    now = saving.config_now(model)
     spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    return {**config, **dict.fromkeys(spelled, dtype), "tie_word_embeddings": tied}
+    return {**config, **dict.fromkeys(spelled, now.dtype), "tie_word_embeddings": now.tied_head}
 
 
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:

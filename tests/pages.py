@@ -20,7 +20,7 @@ import converters
 from converters.tiny import make_checkpoint
 from transformer_std import HookedTransformer, HookPoint
 from transformer_std.hooks import transformer_lens
-from transformer_std.hooks.hosts import Host, own_values
+from transformer_std.hooks.hosts import Host, own_values, subclasses
 from transformer_std.layouts import axes, describe
 
 ROOT = Path(__file__).parent.parent
@@ -92,12 +92,6 @@ def declared(host: str) -> dict[tuple[str, Any], HookPoint]:
     return {(name, point.layout): point for name, point in reversed(points)}
 
 
-def subclasses(cls: type[Host]) -> Iterator[type[Host]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from subclasses(each)
-
-
 def tiny(family: str) -> HookedTransformer:
     config = {"model_type": family, "pad_token_id": None, **converters.family_of({"model_type": family}).TINY}
     with torch.device("meta"):
@@ -130,8 +124,9 @@ def transformerlens() -> str:
         names = axes(layouts[value])
         if transformer_lens.positions_first(value):
             names[1], names[2] = names[2], names[1]
-        short = theirs.rpartition("hook_")[2] if theirs.rpartition("hook_")[2] in transformer_lens.SHORT else ""
-        rows.append([f"`{theirs}`", f"`{short}`" if short else "", f"`{ours}`", f"`[{' '.join(names)}]`"])
+        last = theirs.rpartition("hook_")[2]
+        short = f"`{last}`" if last in transformer_lens.SHORT else ""
+        rows.append([f"`{theirs}`", short, f"`{ours}`", f"`[{' '.join(names)}]`"])
     return table(["TransformerLens' name", "short", "here", "order of axes under TransformerLens' name"], rows)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from transformer_std.config import TransformerConfig
 from transformer_std.transformer import Transformer
 from transformer_std.whole import sync_folder, whole, write_json
 
@@ -39,9 +40,7 @@ def save(model: Transformer, folder: str | Path) -> None:
     model.check_in_memory()
     if problem := unlike_its_config(model):
         raise ValueError(problem)
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    dtype = str(model.dtype).removeprefix("torch.")
-    config = dataclasses.replace(model.config, dtype=dtype, tied_head=tied).to_dict()
+    config = config_now(model).to_dict()
     header = {"format": "pt", CONFIG_KEY: json.dumps(config)}
     with whole(folder, _refuse_another, _move_own) as written:
         write_tokenizer(model, beside := written / "tokenizer")
@@ -53,6 +52,13 @@ def save(model: Transformer, folder: str | Path) -> None:
     source = model.tokenizer_source
     if isinstance(source, (str, Path)) and not _tokenizer_files(Path(source)):
         model.tokenizer = Path(folder) / header[TOKENIZER_KEY]  # it was of the save that this one replaced
+
+
+def config_now(model: Transformer) -> TransformerConfig:
+    """The model's config, with what may have changed since it was built: the weights' dtype and whether the head is the
+    embedding."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return dataclasses.replace(model.config, dtype=dtype, tied_head=model.lm_head.weight is model.embed_tokens.weight)
 
 
 def read_header(file: Path) -> dict[str, str]:

@@ -20,8 +20,9 @@ from converters.families import module_of
 from converters.fill import fill, own_rules, same, unlike
 from converters.hf_config import DTYPES, MOST_OF_ANYTHING, is_whole
 from converters.rules import Rule
-from converters.sources import as_dtype, folder_of, own_config, read_config
+from converters.sources import as_dtype, open_source
 from converters.verification.reference import Reference, Run
+from transformer_std import saving
 from transformer_std.config import Mixture, TransformerConfig
 from transformer_std.model import HookedTransformer
 from transformer_std.optional import transformers_for
@@ -159,20 +160,17 @@ def _released(
         return
     if Path(source).is_file():
         raise CheckpointError(f"transformers loads folders, not a file like {source}: verify its folder")
-    folder = folder_of(source, revision)
-    config, tensors = read_config(folder), Checkpoint(folder)
-    if own := own_config(folder, tensors.header):
-        with _exported(HookedTransformer.from_pretrained(folder, dtype=dtype)) as exported:
-            yield exported, own, tensors, own_rules(tensors)
+    release = open_source(source, revision)
+    if release.ours:
+        with _exported(HookedTransformer.from_pretrained(release.folder, dtype=dtype)) as exported:
+            yield exported, release.config, release.tensors, release.rules
     else:
-        yield folder, config, tensors, module_of(config).WEIGHTS
+        yield release.folder, release.config, release.tensors, release.rules
 
 
 def in_memory(model: HookedTransformer) -> tuple[TransformerConfig, LiveTensors]:
     """A model's config, as its weights are now, and the weights."""
-    head, embedding = model.lm_head.weight, model.embed_tokens.weight
-    dtype = str(embedding.dtype).removeprefix("torch.")
-    return dataclasses.replace(model.config, dtype=dtype, tied_head=head is embedding), LiveTensors.of(model)
+    return saving.config_now(model), LiveTensors.of(model)
 
 
 @contextlib.contextmanager

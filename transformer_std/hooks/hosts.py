@@ -76,13 +76,13 @@ def own_values(cls: type) -> list[str]:
     return [name for names in declared for name, item in names.items() if isinstance(item, HookPoint)]
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def subclasses(cls: type[Host]) -> Iterator[type[Host]]:
     for each in cls.__subclasses__():
         yield each
-        yield from _subclasses(each)
+        yield from subclasses(each)
 
 
 def vocabulary(host: str) -> dict[str, HookPoint]:
     """Every value that any class of this kind of host declares, in order of declaration."""
-    classes = [cls for cls in _subclasses(Host) if cls.host == host]  # type: ignore[attr-defined]
+    classes = [cls for cls in subclasses(Host) if cls.host == host]
     return {name: getattr(cls, name) for cls in classes for name in own_values(cls)}
