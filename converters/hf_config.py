@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from converters.checkpoint import DEEPEST, FLOATS, too_deep
-from transformer_std.config import Mixture, Rotary, TransformerConfig
+from transformer_std.config import Mixture, TransformerConfig
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
 
@@ -55,65 +55,76 @@ class ConfigReader:
     Args:
         values: the config, as `config.json` has it.
         family: for messages.
+        defaults: what the family has where the config lacks a key or holds null.
     """
 
-    def __init__(self, values: dict[str, Any], family: str):
-        self._values, self.family = dict(values), family
+    def __init__(self, values: dict[str, Any], family: str, defaults: dict[str, Any]):
+        self._values, self.family, self.defaults = dict(values), family, defaults
         self._read: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of `key`; `default` where the config lacks it or holds null."""
+        """The value of `key`; where the config lacks it or holds null, `default`, or the family's."""
         self._read.add(key)
         value = self._values.get(key)
-        return default if value is None else value
+        if value is not None:
+            return value
+        return self.defaults.get(key) if default is None else default
+
+    def optional(self, key: str) -> Any:
+        """The value of `key`, where null is none; the family's where the config lacks it."""
+        self._read.add(key)
+        return self._values.get(key, self.defaults.get(key))
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of at least `least`, and of a size that a model can have."""
         value, most = self.take(key, default), MOST.get(key, MOST_OF_ANYTHING)
         if not is_whole(value) or value < least:
-            raise ConfigError(
-                f"config.{key} is {_shown(value)}; {self.family} needs a whole number of at least {least}"
-            )
+            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} needs a whole number of at least {least}")
         if value > most:
-            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} takes {most} at most")
+            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} takes {most} at most")
         return value
 
-    def token(self, key: str, vocab_size: int, default: int | None = None) -> int | None:
+    def token(self, key: str, vocab_size: int) -> int | None:
         """A token's id, or None where the config says null."""
-        self._read.add(key)
-        value = self._values.get(key, default)
+        value = self.optional(key)
         if value is not None and not (is_whole(value) and -vocab_size <= value < vocab_size):
             told = "" if key in self._values else f", {self.family}'s own where the config has none"
-            raise ConfigError(f"config.{key} is {_shown(value)}{told}; the vocabulary has {vocab_size}")
+            raise ConfigError(f"config.{key} is {shown(value)}{told}; the vocabulary has {vocab_size}")
         return value
 
-    def width(self, key: str, default: int) -> int:
+    def width(self, key: str) -> int:
         """A whole number that may be absent, but not null."""
         if key in self._values and self._values[key] is None:
             raise ConfigError(f"config.{key} is null; {self.family} needs a whole number")
-        return self.whole(key, default)
+        return self.whole(key)
 
-    def number(self, key: str, default: float) -> float:
+    def optional_whole(self, key: str) -> int | None:
+        return None if self.optional(key) is None else self.whole(key)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.optional(key) is None else self.number(key)
+
+    def number(self, key: str, default: float | None = None) -> float:
         value = self.take(key, default)
         if not is_number(value):
-            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} needs a number")
+            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} needs a number")
         return float(value)
 
     def initializer_range(self) -> float:
         """The standard deviation of a fresh model's matrices; none is transformers' own 0.02, as there."""
         return self.number("initializer_range", 0.02) or 0.02
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} needs true or false")
+            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} needs true or false")
         return value
 
-    def one_of(self, key: str, options: Any, default: str) -> str:
-        value = self.take(key, default)
+    def one_of(self, key: str, options: Any) -> str:
+        value = self.take(key)
         if not isinstance(value, str) or value not in options:
             options = ", ".join(map(repr, options))
-            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} implements {options}")
+            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} implements {options}")
         return value
 
     def require(self, key: str, *values: Any) -> None:
@@ -121,28 +132,30 @@ class ConfigReader:
         value = self.take(key, values[0])
         if value not in values:
             options = ", ".join(map(repr, values))
-            raise ConfigError(f"config.{key} is {_shown(value)}; {self.family} implements {options}")
+            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} implements {options}")
 
     def ignore(self, *keys: str, because: str) -> None:
         """Keys that change nothing we compute; `because` stands in the code for its reader."""
         self._read.update(keys)
 
-    def heads(
-        self, hidden_size: int, default: int, default_kv: int | None = None, default_dim: int | None = None
-    ) -> tuple[int, int, int]:
+    def heads(self) -> tuple[int, int, int]:
         """Query heads, key/value heads and head_dim, which is hidden_size / heads where it is not its own number."""
-        heads = self.whole("num_attention_heads", default)
-        written_null = "num_key_value_heads" in self._values and self.take("num_key_value_heads") is None
-        kv_heads = self.whole("num_key_value_heads", heads if written_null else default_kv or heads)
+        hidden_size, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        kv_heads = heads if self.optional("num_key_value_heads") is None else self.whole("num_key_value_heads")
         if heads % kv_heads:
             raise ConfigError(f"config: {heads} query heads do not divide among {kv_heads} key/value heads")
-        if self.take("head_dim", default_dim) is None and hidden_size % heads:
+        if self.take("head_dim") is None and hidden_size % heads:
             raise ConfigError(f"config: hidden_size {hidden_size} does not divide among {heads} heads")
-        return heads, kv_heads, self.whole("head_dim", default_dim or hidden_size // heads)
+        return heads, kv_heads, self.whole("head_dim", self.defaults.get("head_dim", hidden_size // heads))
 
-    def layer_types(self, count: int, by_rule: list[str]) -> list[str]:
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return self.whole("num_hidden_layers")
+
+    def layer_types(self, by_rule: list[str]) -> list[str]:
         """Each block's kind of attention: `layer_types`, which wins, or what the family's rule makes."""
-        kinds = self.take("layer_types", by_rule)
+        kinds, count = self.take("layer_types", by_rule), self.count
         if (
             not isinstance(kinds, list)
             or len(kinds) != count
@@ -153,23 +166,6 @@ class ConfigReader:
                 f"for each of its {count} layers"
             )
         return list(kinds)
-
-    def rope(self, theta: float, partial: float | None = None) -> dict[str, Any]:
-        """The rotary settings in one dict, wherever the config has them: `rope_parameters` (current), `rope_scaling`
-        with `rope_theta` and `partial_rotary_factor` beside it (released). The type is under `rope_type`."""
-        inner = self.take("rope_scaling") or self.take("rope_parameters") or {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"the rope settings are {_shown(inner)}; {self.family} needs a dict of them")
-        self._read.update(("rope_scaling", "rope_parameters"))
-        found = {"rope_theta": self.take("rope_theta", theta), "partial_rotary_factor": partial}
-        outer = self.take("partial_rotary_factor")
-        found |= {} if outer is None else {"partial_rotary_factor": outer}
-        found |= {key: value for key, value in inner.items() if value is not None}
-        kind = found.pop("type", "default")
-        theta = found["rope_theta"]
-        if not is_number(theta) or theta <= 0:
-            raise ConfigError(f"rope_theta is {_shown(theta)}; {self.family} needs a positive number")
-        return {"rope_type": kind, **found, "rope_theta": float(theta)}
 
     def done(self) -> None:
         """Raises `ConfigError` if the config holds a key that nobody read."""
@@ -185,7 +181,7 @@ class ConfigReader:
             and not any(fnmatch.fnmatchcase(key, note) for note in NOTES)
         ]
         if left:
-            shown = ", ".join(f"{key} = {_shown(self._values[key])}" for key in sorted(left))
+            shown = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(left))
             raise ConfigError(
                 f"{self.family} does not know the config key {shown}; if it is only a note, take it out of config.json"
             )
@@ -211,14 +207,14 @@ def check(config: TransformerConfig) -> TransformerConfig:
         for name, size in sizes.items():
             if not is_whole(size) or not 0 < size <= MOST.get(name, MOST_OF_ANYTHING):
                 most = MOST.get(name, MOST_OF_ANYTHING)
-                raise ConfigError(f"the config's {name} is {_shown(size)}; it is a whole number up to {most}")
+                raise ConfigError(f"the config's {name} is {shown(size)}; it is a whole number up to {most}")
         shared = mlp.shared.intermediate_size if isinstance(mlp, Mixture) and mlp.shared else 0
         heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
         widest = max(widest, heads, 2 * experts * mlp.intermediate_size, shared)
     if (weights := widest * config.hidden_size) > MOST_WEIGHTS:
         raise ConfigError(f"the config makes a matrix of {weights:.2g} weights; one has {MOST_WEIGHTS:.2g} at most")
     if config.dtype is not None and config.dtype not in DTYPES:
-        raise ConfigError(f"config.dtype is {_shown(config.dtype)}; weights are {', '.join(DTYPES)}")
+        raise ConfigError(f"config.dtype is {shown(config.dtype)}; weights are {', '.join(DTYPES)}")
     if config.origin is not None:
         check_special(config.origin.config, config.vocab_size, "config")
         check_special(config.origin.generation, config.vocab_size, "generation_config")
@@ -233,7 +229,7 @@ def check_special(values: dict[str, Any], vocab_size: int, file: str) -> None:
         ids = value if key == "eos_token_id" and isinstance(value, list) and value else [value]
         least = -vocab_size if key == "pad_token_id" else -1
         if value is not None and not all(is_whole(each) and least <= each < vocab_size for each in ids):
-            raise ConfigError(f"{file}.{key} is {_shown(value)}, no token of a vocabulary of {vocab_size}")
+            raise ConfigError(f"{file}.{key} is {shown(value)}, no token of a vocabulary of {vocab_size}")
 
 
 def check_depth(values: dict[str, Any]) -> None:
@@ -249,52 +245,6 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """For a message: a hostile value can be long."""
     return repr(value)[:80]
-
-
-def plain_rotary(rope: dict[str, Any], head_dim: int, family: str, *, joined: bool = False) -> Rotary:
-    """Rotary without scaling. Raises `ConfigError` on settings it does not have."""
-    _check_rope(rope, {"default"}, {"rope_theta", "partial_rotary_factor"}, family)
-    if not joined and rope.get("partial_rotary_factor") not in (None, 1):
-        raise ConfigError(f"partial_rotary_factor is {rope['partial_rotary_factor']}; {family} turns whole heads")
-    return Rotary(_rotary_dims(rope, head_dim), rope["rope_theta"], joined=joined)
-
-
-def longrope(rope: dict[str, Any], head_dim: int, family: str, known: tuple[str, ...] = ()) -> Rotary:
-    """The factors of longrope; the scales are the family's."""
-    keys = {"rope_theta", "partial_rotary_factor", "short_factor", "long_factor", "original_max_position_embeddings"}
-    _check_rope(rope, {"longrope"}, keys | set(known), family)
-    dims = _rotary_dims(rope, head_dim)
-    factors = []
-    for key in ("short_factor", "long_factor"):
-        values = rope.get(key)
-        if not isinstance(values, (list, tuple)) or len(values) != dims // 2:
-            size = len(values) if isinstance(values, (list, tuple)) else None
-            raise ConfigError(f"rope {key} needs {dims // 2} numbers, half the {dims} rotated dimensions, not {size}")
-        factors.append(tuple(float(value) for value in values))
-    original = rope["original_max_position_embeddings"]
-    if not is_whole(original) or not 0 < original <= MOST_OF_ANYTHING:
-        raise ConfigError(
-            f"rope original_max_position_embeddings is {_shown(original)}; {family} needs a whole number, "
-            f"{MOST_OF_ANYTHING} at most"
-        )
-    return Rotary(dims, rope["rope_theta"], *factors, original)
-
-
-def _check_rope(rope: dict[str, Any], kinds: set[str], keys: set[str], family: str) -> None:
-    if rope["rope_type"] not in kinds:
-        raise ConfigError(f"rope type is {rope['rope_type']!r}; {family} implements {', '.join(sorted(kinds))}")
-    if unknown := sorted(set(rope) - keys - {"rope_type"}):
-        raise ConfigError(f"{family} does not know the rope setting {', '.join(unknown)} ({rope['rope_type']})")
-
-
-def _rotary_dims(rope: dict[str, Any], head_dim: int) -> int:
-    share = rope.get("partial_rotary_factor")
-    dims = int(head_dim * (1.0 if share is None else share))
-    if dims % 2 or not 0 < dims <= head_dim:
-        raise ConfigError(
-            f"partial_rotary_factor {share} turns {dims} of {head_dim} dimensions; it needs an even number"
-        )
-    return dims

@@ -63,11 +63,12 @@ def indices(pattern: str, name: str) -> Indices | None:
 WRAPPED = re.compile(r"^(base_model\.model\.|module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
 
 
-def match(rules: Iterable[Rule], name: str) -> tuple[Rule, int, Indices] | None:
+def match(rules: list[Rule], name: str) -> tuple[Rule, int, Indices] | None:
     """The row that takes a tensor of theirs, which of the row's sources it is, and its indices. The name may also be
-    that of a model saved inside a wrapper, or of a base model saved without its head, which lacks `model.`."""
+    that of a model saved inside a wrapper, or of a base model saved without its head, which lacks the first part of the
+    other names, `model.`."""
     bare = WRAPPED.sub("", name)
-    for spelled in (bare, f"model.{bare}"):
+    for spelled in (bare, f"{rules[0].sources[0].partition('.')[0]}.{bare}"):
         for rule in rules:
             for position, source in enumerate(rule.sources):
                 found = indices(source, spelled)

@@ -21,7 +21,7 @@ import converters
 from converters import cli
 from converters.tiny import make_tokenizer
 from tests.tiny import BASES, Recipe
-from transformer_std.components import positions as functions
+from transformer_std.components import rotary as functions
 
 Folders = Callable[[Recipe], Path]
 
@@ -63,7 +63,7 @@ def test_verify_names_the_first_value_that_departs(
     run: Callable[..., tuple[int, str]], checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = functions.turn
-    monkeypatch.setattr("transformer_std.components.positions.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
+    monkeypatch.setattr("transformer_std.components.rotary.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
     status, output = run("verify", checkpoints(BASES[0]))
     assert status == 1
     assert "layers.0.self_attn.attention_queries (by 0.001" in output

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from transformer_std.components.kernels import masked_scores, mix_fast
-from transformer_std.components.positions import causal, rotary_angles, turn, visible
+from transformer_std.components.positions import causal, visible
+from transformer_std.components.rotary import rotary_angles, turn
 from transformer_std.config import Rotary
 
 pytestmark = pytest.mark.quick
 
 
 def test_rotary_turns_pairs_and_passes_the_tail() -> None:
-    rotary = Rotary(dims=6, theta=100.0, joined=True)
+    rotary = Rotary(dims=6, theta=100.0, contiguous=True)
     heads = torch.randn(1, 2, 5, 10, dtype=torch.float32)
     turned = turn(heads, rotary_angles(rotary, torch.arange(5)[None], torch.float32), rotary)
     for position in range(5):

@@ -130,7 +130,7 @@ def test_a_nan_on_one_side_is_found(
     own_copy: Folders, rows: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = own_copy(BASES[0])
-    turn = "transformer_std.components.positions.turn"
+    turn = "transformer_std.components.rotary.turn"
     monkeypatch.setattr(turn, lambda x, *rest: torch.full_like(x, torch.nan))
     file = tmp_path / "report.json"
     status, output = run("verify", folder, "--tokens", rows, "--json", file)

@@ -9,54 +9,133 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-FORMAT = 2  # of `to_dict`; 1 had no number, and no tags
+FORMAT = 3  # of `to_dict`; 1 had no number and no tags, 2 had longrope's settings among the rotary's own
 TAG = "is"  # in the place of one of several classes: which of them
 
 
 @dataclass(frozen=True)
 class Norm:
     """`kind` "rms" (no mean, no bias) or "layer". `cast` says where an RMS norm returns to the stream's dtype:
-    before its weight is multiplied in, or after. `wide_in_half`: in a float16 model the weight stays float32."""
+    before its weight is multiplied in, or after. `wide_in_half`: in a float16 model the weight stays float32.
+    `around_one`: what is multiplied in is one plus the weight, in float32."""
 
     kind: Literal["rms", "layer"]
     eps: float
     cast: Literal["before_weight", "after_weight"] = "before_weight"
     wide_in_half: bool = False
+    around_one: bool = False
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a rotary is stretched to more positions than it was trained on, `original_length`. `scale` multiplies cos and
+    sin."""
+
+    @property
+    def scale(self) -> float:
+        return 1.0
+
+    @property
+    def restart(self) -> int | None:
+        """The length past which a generation reads its text again, since its positions are turned otherwise there."""
+        return None
+
+
+@dataclass(frozen=True)
+class Linear(Scaling):
+    """All frequencies are divided by `factor` (https://arxiv.org/abs/2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Dynamic(Scaling):
+    """In a pass past `original_length` positions, theta grows with the pass (NTK-aware)."""
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Waves longer than `original_length` / `low` are stretched by `factor`, shorter than / `high` are not, and those
+    between in proportion (Llama 3.1, https://arxiv.org/abs/2407.21783)."""
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class Yarn(Scaling):
+    """Dimensions that turn fewer than `slow` times in `original_length` positions are stretched by `factor`, those that
+    turn more than `fast` times are not, and those between in proportion (https://arxiv.org/abs/2309.00071).
+    `truncate`: the bounds are whole numbers."""
+
+    factor: float
+    original_length: int
+    scale: float = 1.0
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRope(Scaling):
+    """`short_factors` and `long_factors` divide the frequencies, one factor a pair of dimensions
+    (https://arxiv.org/abs/2402.13753); the long ones and `long_scale` serve every position of a pass that reaches past
+    `original_length` positions. `rereads`: a generation that comes there reads its text again."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    scale: float = 1.0
+    long_scale: float = 1.0
+    rereads: bool = False
+
+    @property
+    def restart(self) -> int | None:
+        return self.original_length if self.rereads else None
 
 
 @dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding of the first `dims` dimensions of a head (https://arxiv.org/abs/2104.09864).
 
-    `short_factors` and `long_factors` (longrope, https://arxiv.org/abs/2402.13753) divide the frequencies, one factor
-    a pair of dimensions; the long ones and `long_scale` serve every position of a pass that reaches past
-    `original_length` positions. The scales multiply cos and sin.
+    `pairs`: dimension i turns with i + dims / 2, or with its neighbour. `wide`: it turns in float32. `contiguous`: what
+    is turned lies head after head in memory, which decides how later products round.
     """
 
     dims: int
     theta: float
-    short_factors: tuple[float, ...] | None = None
-    long_factors: tuple[float, ...] | None = None
-    original_length: int | None = None
-    short_scale: float = 1.0
-    long_scale: float = 1.0
-    joined: bool = False
+    scaling: Scaling | None = None
+    pairs: Literal["halves", "neighbours"] = "halves"
+    wide: bool = False
+    contiguous: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
-    """`fused`: one matrix for queries, keys and values. `window`: how many keys a query sees, itself included."""
+    """`fused`: one matrix for queries, keys and values, all heads' queries first, or head after head. `window`: how
+    many keys a query sees, itself included. `qk_norm_over`: each head is normed alone, or all heads side by side. `scale`
+    multiplies the scores, None: head_dim ** -0.5. `softcap`: the scores are capped by a tanh. `sinks`: each head has a
+    learned score more, which takes its share of the softmax and has no value."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rotary: Rotary | None = None
     window: int | None = None
-    fused: bool = False
+    fused: Literal[False, True, "by_head"] = False
     bias: bool = False
     output_bias: bool = False
     qk_norm: Norm | None = None
     output_gate: bool = False
+    qk_norm_over: Literal["head", "heads"] = "head"
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,10 +160,12 @@ class SparseMixer:
 
 @dataclass(frozen=True)
 class SoftmaxTopK:
-    """The top entries of a softmax over all experts, `normalized` to sum to one or as they are."""
+    """The top entries of a softmax over all experts, `normalized` to sum to one or as they are. `wide`: they stay in
+    float32, and so do the experts' outputs that they weigh."""
 
     scoring: ClassVar[str] = "softmax"
     normalized: bool
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +174,9 @@ class SigmoidTopK:
 
     scoring: ClassVar[str] = "sigmoid"
     scale: float
+
+
+Router = SparseMixer | SoftmaxTopK | SigmoidTopK
 
 
 @dataclass(frozen=True)
@@ -105,7 +189,7 @@ class Mixture:
     activation: str
     num_experts: int
     top_k: int
-    router: SparseMixer | SoftmaxTopK | SigmoidTopK
+    router: Router
     shared: Mlp | None = None
     shared_gate: bool = False
     shared_first: bool = False
@@ -118,13 +202,22 @@ class Block:
 
 @dataclass(frozen=True)
 class Layer(Block):
-    """A block that attends. `post_norm`, where set, closes each sublayer before its output is added: a sandwich."""
+    """A block that attends. `norm` reads the stream before each sublayer; `post_norm`, where set, closes each sublayer
+    before its output is added: with both it is a sandwich, and a "post_normed" block has the second alone."""
 
-    kind: Literal["sequential", "parallel"]
-    norm: Norm
+    kind: Literal["sequential", "parallel", "parallel_two_norms", "post_normed"]
+    norm: Norm | None
     attention: Attention
     mlp: Mlp | Mixture
     post_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Learned embeddings of `count` positions, added to the tokens'; the first has row `offset`."""
+
+    count: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,8 +241,10 @@ class TransformerConfig:
     """A decoder-only transformer.
 
     `intermediate_size` is the release's headline number; each block's own is in its entry. `max_length` is the context
-    in tokens; nothing that is built grows with it. The embedding of `padding_id` gets no gradient. A fresh model's
-    matrices are noise of the standard deviation `initializer_range`.
+    in tokens; nothing that is built grows with it, save learned `positions`. The embeddings are multiplied by
+    `embedding_multiplier`, rounded to their dtype where `round_multiplier` says so. `logit_softcap`: a tanh caps the
+    logits. The embedding of `padding_id` gets no gradient. A fresh model's matrices are noise of the standard deviation
+    `initializer_range`.
     """
 
     vocab_size: int
@@ -158,7 +253,10 @@ class TransformerConfig:
     max_length: int
     layers: tuple[Block, ...]
     norm: Norm
+    positions: Positions | None = None
     embedding_multiplier: float | None = None
+    round_multiplier: bool = False
+    logit_softcap: float | None = None
     tied_head: bool = False
     head_bias: bool = False
     padding_id: int | None = None
@@ -191,11 +289,27 @@ class TransformerConfig:
         """
         given = dict(values)
         number = given.pop("format", 1)
+        if number in (1, 2):
+            given["layers"] = [_since_3(layer) for layer in given["layers"]]
         try:
             return _build(cls, given)
         except TypeError as error:
             newer = f"; it is of format {number}, and this version of transformer_std reads {FORMAT}"
             raise TypeError(f"{error}{newer if number != FORMAT else ''}") from None
+
+
+def _since_3(layer: Any) -> Any:
+    """A block as formats 1 and 2 had it, whose rotary had longrope's settings among its own, as format 3 has it."""
+    match layer:
+        case {"attention": {"rotary": {"joined": contiguous, "short_factors": short, **old}, **attention}}:
+            rotary = {"dims": old["dims"], "theta": old["theta"], "contiguous": contiguous}
+            if short is not None:
+                scales = {"scale": old["short_scale"], "long_scale": old["long_scale"]}
+                factors = {"short_factors": short, "long_factors": old["long_factors"]}
+                longrope = {"original_length": old["original_length"], **factors, **scales, "rereads": True}
+                rotary["scaling"] = {TAG: "LongRope", **longrope}
+            return {**layer, "attention": {**attention, "rotary": rotary}}
+    return layer
 
 
 def _classes(kind: Any) -> list[type]:

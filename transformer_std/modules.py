@@ -94,6 +94,11 @@ class LayerNorm(Norm, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
+    def frozen(self, parts: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
+        """The linear map that the norm is on `whole`, without its bias, of parts that sum to it; in float32."""
+        parts, whole = parts - parts.mean(-1, keepdim=True), whole - whole.mean(-1, keepdim=True)
+        return parts * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps) * weight.to(parts)
+
 
 class Embedding(Direct, nn.Embedding):
     """Its rows are as they were allocated, as a `Linear`'s."""

@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_std.components.blocks import BLOCKS
+from transformer_std.components.kernels import capped
 from transformer_std.components.norms import build_norm
 from transformer_std.components.positions import documents, real_positions
 from transformer_std.components.sharing import Pass
+from transformer_std.components.tracing import can_look, kept
 from transformer_std.config import TransformerConfig
 from transformer_std.hooks.hook_point import HookPoint, laid_out_as
 from transformer_std.hooks.hosts import Host
@@ -49,8 +51,9 @@ class Transformer(Text, Host):
     attention_mask = HookPoint(Tokens, "The attention mask of the call; zeros are padding")
     input_size = HookPoint(Size, "(batch, seq) of the call; read-only", write="input_ids")
     token_embeddings = HookPoint(Residual, "The embedding's output, before any multiplier")
+    position_embeddings = HookPoint(Residual, "The learned embedding of each position, added to the token's")
     final_norm_output = HookPoint(Residual, "The residual stream after the final norm, what the head reads")
-    lm_head_output = HookPoint(Logits, "The head's output")
+    lm_head_output = HookPoint(Logits, "The head's output, before any cap")
     logits = HookPoint(Logits, "The logits the model returns")
     next_token_probs = HookPoint(
         NextTokenProbs,
@@ -72,6 +75,11 @@ class Transformer(Text, Host):
         self.config, self.attn_implementation, self._tokenizer = config, attn_implementation, tokenizer
         eager = attn_implementation == "eager"
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.padding_id)
+        self.embed_positions = None
+        if (learned := config.positions) is None:
+            self.without("this model has no learned positions", "position_embeddings")
+        else:
+            self.embed_positions = Embedding(learned.count + learned.offset, config.hidden_size)
         self.layers = nn.ModuleList(BLOCKS[each.kind](each, config.hidden_size, eager) for each in config.layers)
         self.norm = build_norm(config.norm, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -162,6 +170,8 @@ class Transformer(Text, Host):
         tokens, stream, given = self._enter(input, attention_mask, kv_cache, start_at_layer)
         mask = self._watched_mask(given, stream, kv_cache)
         this, padded = self._pass(stream, given, mask, position_ids, kv_cache)
+        if start_at_layer is None and self.embed_positions is not None:
+            stream = stream + self._position_embeddings(stream, this)
         logits = None
         with contextlib.nullcontext() if kv_cache is None else kv_cache.reading(padded, len(stream), this.seq):
             stream = self._run_blocks(stream, this, kv_cache, first, last)
@@ -239,7 +249,21 @@ class Transformer(Text, Host):
             raise ValueError(f"token ids run from {low} to {high}; the vocabulary has {self.vocab_size}") from None
         stream = self.token_embeddings(embedded)
         multiplier = self.config.embedding_multiplier
+        if multiplier is not None and self.config.round_multiplier:
+            multiplier = rounded(multiplier, stream.dtype)
         return stream if multiplier is None else stream * multiplier
+
+    def _position_embeddings(self, stream: Residual, this: Pass) -> Float[Tensor, "rows seq hidden_size"]:
+        learned, positions = self.config.positions, this.positions
+        if positions is None:
+            positions = torch.arange(this.seq, device=this.device)[None]
+        if this.past + this.seq > learned.count or (can_look(positions) and int(positions.max()) >= learned.count):
+            last = this.past + this.seq if this.positions is None else int(positions.max()) + 1
+            raise ValueError(f"the text reaches {last} positions; the model has learned {learned.count}")
+        embedded = self.embed_positions(positions + learned.offset)
+        if not self.position_embeddings.watched:
+            return embedded
+        return self.position_embeddings(embedded.expand(stream.shape).contiguous())
 
     def _run_blocks(self, stream: Residual, this: Pass, kv_cache: KVCache | None, first: int, last: int) -> Residual:
         made = [need.of(this) for need in self.needs]
@@ -265,16 +289,16 @@ class Transformer(Text, Host):
         if last_only and padding is not None and normed.shape[1] > 1:
             # Laid out as the slice: what a head rounds to depends on its input's strides.
             read = laid_out_as(last_positions(normed, padding), read)
-        logits = self.logits(self.lm_head_output(self.lm_head(read)))
+        logits = self.logits(capped(self.lm_head_output(self.lm_head(read)), self.config.logit_softcap))
         if self.next_token_probs.watched:
             last = last_positions(logits, None if last_only else padding)
             self.next_token_probs(last[:, 0].softmax(-1, dtype=torch.float32))
         return logits
 
     def project_on_vocab(self, hidden: Float[Tensor, "*axes hidden_size"]) -> Float[Tensor, "*axes vocab_size"]:
-        """The logits of a residual stream: final norm, then head, biases included. On the last block's `layer_output`
-        these are the model's logits."""
-        return self.lm_head(self.norm(hidden))
+        """The logits of a residual stream: final norm, then head, biases included, and any cap. On the last block's
+        `layer_output` these are the model's logits."""
+        return capped(self.lm_head(self.norm(hidden)), self.config.logit_softcap)
 
     def __repr__(self) -> str:
         return printout(self)
@@ -346,6 +370,11 @@ class Transformer(Text, Host):
     @property
     def b_U(self) -> Float[Tensor, " vocab_size"]:
         return linear_map(self, "lm_head", self.hidden_size)[1]
+
+
+@kept(maxsize=None)
+def rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | None) -> Float[Tensor, "batch 1 axis"]:

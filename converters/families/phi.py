@@ -5,42 +5,24 @@ A parallel block with one LayerNorm. Every projection and the head have a bias. 
 Release: https://huggingface.co/microsoft/phi-2
 """
 
-from converters.hf_config import ConfigReader, plain_rotary
+from converters import parts
+from converters.hf_config import ConfigReader
+from converters.parts import OURS, THEIRS, both
 from converters.places import Input, Output, by_heads, side_by_side
-from converters.rules import Copy, Ignore
+from converters.rope import rotary
 from transformer_std.components.mlp import ACTIVATIONS
-from transformer_std.config import Attention, Layer, Mlp, Norm, TransformerConfig
+from transformer_std.config import Layer, Mlp, Norm, TransformerConfig
 
 ARCHITECTURES = ("PhiForCausalLM",)
 
-THEIRS, OURS = "model.layers.{i}.", "layers.{i}."
-
 WEIGHTS = [
-    Copy("model.embed_tokens.weight", "embed_tokens.weight"),
-    Copy(THEIRS + "input_layernorm.weight", OURS + "attention_norm.weight"),
-    Copy(THEIRS + "input_layernorm.bias", OURS + "attention_norm.bias"),
-    Copy(THEIRS + "self_attn.q_proj.weight", OURS + "self_attn.projections.q.weight"),
-    Copy(THEIRS + "self_attn.q_proj.bias", OURS + "self_attn.projections.q.bias"),
-    Copy(THEIRS + "self_attn.k_proj.weight", OURS + "self_attn.projections.k.weight"),
-    Copy(THEIRS + "self_attn.k_proj.bias", OURS + "self_attn.projections.k.bias"),
-    Copy(THEIRS + "self_attn.v_proj.weight", OURS + "self_attn.projections.v.weight"),
-    Copy(THEIRS + "self_attn.v_proj.bias", OURS + "self_attn.projections.v.bias"),
-    Copy(THEIRS + "self_attn.q_layernorm.weight", OURS + "self_attn.q_norm.weight"),
-    Copy(THEIRS + "self_attn.q_layernorm.bias", OURS + "self_attn.q_norm.bias"),
-    Copy(THEIRS + "self_attn.k_layernorm.weight", OURS + "self_attn.k_norm.weight"),
-    Copy(THEIRS + "self_attn.k_layernorm.bias", OURS + "self_attn.k_norm.bias"),
-    Copy(THEIRS + "self_attn.dense.weight", OURS + "self_attn.o.weight"),
-    Copy(THEIRS + "self_attn.dense.bias", OURS + "self_attn.o.bias"),
-    Copy(THEIRS + "mlp.fc1.weight", OURS + "mlp.up.weight"),
-    Copy(THEIRS + "mlp.fc1.bias", OURS + "mlp.up.bias"),
-    Copy(THEIRS + "mlp.fc2.weight", OURS + "mlp.down.weight"),
-    Copy(THEIRS + "mlp.fc2.bias", OURS + "mlp.down.bias"),
-    Copy("model.final_layernorm.weight", "norm.weight"),
-    Copy("model.final_layernorm.bias", "norm.bias"),
-    Copy("lm_head.weight", "lm_head.weight"),
-    Copy("lm_head.bias", "lm_head.bias"),
-    Ignore(THEIRS + "self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
-    Ignore("model.rotary_emb.inv_freq", because="recomputed from the config"),
+    *both(THEIRS + "self_attn.dense", OURS + "self_attn.o"),
+    *both(THEIRS + "self_attn.q_layernorm", OURS + "self_attn.q_norm"),
+    *both(THEIRS + "self_attn.k_layernorm", OURS + "self_attn.k_norm"),
+    *both(THEIRS + "mlp.fc1", OURS + "mlp.up"),
+    *both(THEIRS + "mlp.fc2", OURS + "mlp.down"),
+    *both("model.final_layernorm", "norm"),
+    *parts.weights(second=None),
 ]
 
 VALUES = {
@@ -70,40 +52,22 @@ VALUES = {
     "logits": Output(""),
 }
 
-# A config of the family that a demonstration or a test makes a checkpoint of; every width is another number.
 TINY = {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 6, "num_hidden_layers": 3}
+DEFAULTS = {
+    "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "hidden_act": "gelu_new", "max_position_embeddings": 2048, "layer_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5, "qk_layernorm": False,
+}  # fmt: skip
 
 
 def config(hf: ConfigReader) -> TransformerConfig:
-    hf.ignore("resid_pdrop", "embd_pdrop", "attention_dropout", because="dropout is for training; we have none")
-    hidden_size = hf.whole("hidden_size", 2048)
-    heads, kv_heads, head_dim = hf.heads(hidden_size, 32)
-    norm = Norm("layer", hf.number("layer_norm_eps", 1e-5))
-    attention = Attention(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary=plain_rotary(hf.rope(theta=10_000.0, partial=0.5), head_dim, hf.family, joined=True),
+    norm = Norm("layer", hf.number("layer_norm_eps"))
+    attention = parts.attention(
+        hf,
+        rotary=rotary(hf, hf.heads()[2], contiguous=True),
         bias=True,
         output_bias=True,
-        qk_norm=norm if hf.flag("qk_layernorm", False) else None,
+        qk_norm=norm if hf.flag("qk_layernorm") else None,
     )
-    mlp = Mlp(
-        intermediate_size=hf.whole("intermediate_size", 8192),
-        activation=hf.one_of("hidden_act", ACTIVATIONS, "gelu_new"),
-        kind="plain",
-        bias=True,
-    )
-    vocab_size = hf.whole("vocab_size", 51200)
-    return TransformerConfig(
-        vocab_size=vocab_size,
-        padding_id=hf.token("pad_token_id", vocab_size),
-        hidden_size=hidden_size,
-        intermediate_size=mlp.intermediate_size,
-        max_length=hf.whole("max_position_embeddings", 2048),
-        layers=(Layer("parallel", norm, attention, mlp),) * hf.whole("num_hidden_layers", 24),
-        norm=norm,
-        tied_head=hf.flag("tie_word_embeddings", False),
-        initializer_range=hf.initializer_range(),
-        head_bias=True,
-    )
+    mlp = Mlp(hf.whole("intermediate_size"), hf.one_of("hidden_act", ACTIVATIONS), "plain", bias=True)
+    return parts.transformer(hf, [Layer("parallel", norm, attention, mlp)] * hf.count, norm, head_bias=True)

@@ -38,7 +38,8 @@ class ActivationCache(CachedValues):
         self, layer: int | None = None, *, mlp_input: bool = False, apply_ln: bool = False, return_labels: bool = False
     ) -> Labelled:
         """The contributions that sum to the stream entering block `layer` (None or -1: leaving the last), or with
-        `mlp_input` to that block's `layer_mid`: the embedding, then every block's attention and MLP.
+        `mlp_input` to that block's `layer_mid`: the embedding, that of the positions where they are learned, then every
+        block's attention and MLP.
 
         On a sandwich block the contributions are the post-norms' outputs. `apply_ln` sends each through the norm that
         reads the sum, with its frozen scale.
@@ -47,7 +48,10 @@ class ActivationCache(CachedValues):
             [component batch seq hidden_size], and with `return_labels` the labels: `embed`, `0_attn_out`, ...
         """
         at = self._blocks_before(layer)
-        parts, labels = [self["layer_input", 0]], ["embed"]
+        if self.model.config.positions is None:
+            parts, labels = [self["layer_input", 0]], ["embed"]
+        else:
+            parts, labels = [self["token_embeddings"], self["position_embeddings"]], ["embed", "pos_embed"]
         for i in range(at):
             parts += [self["attention_output", i], self["mlp_output", i]]
             labels += [f"{i}_attn_out", f"{i}_mlp_out"]
@@ -109,12 +113,13 @@ class ActivationCache(CachedValues):
     def apply_ln_to_stack(self, stack: Stack, layer: int | None = None, *, mlp_input: bool = False) -> Stack:
         """Each part of a stream through the norm that reads it, with the scale, and for a LayerNorm the centring, of
         the whole: block `layer`'s first norm, with `mlp_input` its second, with None or -1 the final one. Without the
-        norm's bias, which belongs to no part."""
+        norm's bias, which belongs to no part; where a sublayer reads the stream itself, the parts as they are."""
         at = self._blocks_before(layer)
-        whole = self._stream(at, mlp_input)
         if at == self.model.num_layers:
-            return frozen(self.model, "norm", stack, whole)
-        return frozen(self.model.layers[at], "mlp_norm" if mlp_input else "attention_norm", stack, whole)
+            return frozen(self.model, "norm", stack, self._stream(at, False))
+        block = self.model.layers[at]
+        norm, stream = block.readers["mlp" if mlp_input else "attention"]
+        return stack if norm is None else frozen(block, norm, stack, self[stream, at])
 
     def logit_attrs(self, stack: Stack, tokens: Any, incorrect_tokens: Any = None) -> Float[Tensor, "component ..."]:
         """What each part of the last stream adds to the logit of `tokens`, less that of `incorrect_tokens`: through the
@@ -122,7 +127,7 @@ class ActivationCache(CachedValues):
 
         `tokens` is a text of one token, an id, a list of either, one a row, or ids [batch] or [batch seq] (of a cache
         without one of these axes, the other). Over a stack that sums to the stream the attributions, and
-        `model.bias_logits` of the token, sum to the logit.
+        `model.bias_logits` of the token, sum to the logit; of a model that caps its logits, to `lm_head_output`.
         """
         normed = self.apply_ln_to_stack(stack)
         with in_graph_of(normed):
@@ -139,8 +144,8 @@ class ActivationCache(CachedValues):
             return self.model.project_on_vocab(streams)
 
     def logit_lens_frozen(self, layer: int | None = None) -> Float[Tensor, "component *axes vocab_size"]:
-        """As `logit_lens`, but with the final norm's scale as it was on the whole stream: differences between the
-        entries are then what each block adds to the logits."""
+        """As `logit_lens`, but with the final norm's scale as it was on the whole stream, and before any cap: differences
+        between the entries are then what each block adds to `lm_head_output`."""
         normed = self.apply_ln_to_stack(self.accumulated_resid(layer))
         with in_graph_of(normed):
             return self.model.lm_head(normed if (bias := norm_bias(self.model)) is None else normed + bias)
@@ -220,12 +225,7 @@ def frozen(host: Host, name: str, stack: Stack, whole: Float[Tensor, "*axes hidd
     """The norm `name` of `host` as the linear map that it was on `whole`, without its bias."""
     weight, norm = own_weight(host, name, "weight", RMSNorm, LayerNorm), host.get_submodule(name)
     with in_graph_of(stack, whole):
-        wide, parts = whole.float(), stack.float()
-        if isinstance(norm, LayerNorm):
-            parts = parts - parts.mean(-1, keepdim=True)
-            wide = wide - wide.mean(-1, keepdim=True)
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-        return (parts * scale * weight.to(parts)).to(stack.dtype)
+        return norm.frozen(stack.float(), whole.float(), weight).to(stack.dtype)
 
 
 def norm_bias(model: Transformer) -> Float[Tensor, " hidden_size"] | None:

@@ -23,20 +23,20 @@ from transformer_std.components.kernels import (
     mix_fast,
     positions_first,
 )
-from transformer_std.components.norms import build_norm
-from transformer_std.components.positions import Angles, turn_both
+from transformer_std.components.norms import RMSNorm, build_norm
 from transformer_std.components.projections import (
-    FusedProjections,
-    SplitProjections,
+    PROJECTIONS,
     WeightAndBias,
     merge_heads,
     side_by_side,
+    split_heads,
 )
+from transformer_std.components.rotary import Angles, turn_both
 from transformer_std.components.states import LayerKV
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host
 from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Values
-from transformer_std.modules import Linear
+from transformer_std.modules import LayerNorm, Linear
 from transformer_std.weights import UnreadableWeight, linear_map
 
 
@@ -66,13 +66,14 @@ class Attention(Host):
     def __init__(self, cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool = False):
         super().__init__()
         self.cfg, self.hidden_size, self.eager = cfg, hidden_size, eager
-        self.scale = cfg.head_dim**-0.5
-        self.projections = (FusedProjections if cfg.fused else SplitProjections)(cfg, hidden_size)
-        self.q_norm = build_norm(cfg.qk_norm, cfg.head_dim) if cfg.qk_norm else None
-        self.k_norm = build_norm(cfg.qk_norm, cfg.head_dim) if cfg.qk_norm else None
+        self.scale = cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale
+        self.projections = PROJECTIONS[cfg.fused](cfg, hidden_size)
+        over = {"head": (1, 1), "heads": (cfg.num_heads, cfg.num_kv_heads)}[cfg.qk_norm_over]
+        self.q_norm = build_norm(cfg.qk_norm, over[0] * cfg.head_dim)
+        self.k_norm = build_norm(cfg.qk_norm, over[1] * cfg.head_dim)
         self.gate = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=False) if cfg.output_gate else None
         self.o = Linear(cfg.num_heads * cfg.head_dim, hidden_size, bias=cfg.output_bias)
-        self.post_norm = build_norm(post_norm, hidden_size) if post_norm else None
+        self.post_norm = build_norm(post_norm, hidden_size)
         if not cfg.output_gate:
             self.without("this attention has no output gate", "attention_gate")
         if not post_norm:
@@ -81,8 +82,7 @@ class Attention(Host):
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerKV | None = None) -> Residual:
         q, k, v = self.projections(x)
         gate = None if self.gate is None else side_by_side(self.gate(x), self.cfg.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
         q, k = self.attention_queries_before_rotary(q), self.attention_keys_before_rotary(k)
         if angles is not None and self.cfg.rotary is not None:
             q, k = turn_both(q, k, angles, self.cfg.rotary)
@@ -97,10 +97,20 @@ class Attention(Host):
             out = self.post_norm(self.attention_unnormed_output(out))
         return self.attention_output(out)
 
+    def normed(
+        self, x: Float[Tensor, "batch heads seq dim"], norm: RMSNorm | LayerNorm | None
+    ) -> Float[Tensor, "batch heads seq dim"]:
+        if norm is None:
+            return x
+        if self.cfg.qk_norm_over == "head":
+            return norm(x)
+        return split_heads(norm(merge_heads(x.transpose(1, 2))), self.cfg.head_dim)
+
     def mix(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
-        if not (self.eager or self.attention_scores.watched or self.attention_probabilities.watched):
+        openly = self.eager or self.cfg.softcap is not None
+        if not (openly or self.attention_scores.watched or self.attention_probabilities.watched):
             return mix_fast(q, k, v, mask, self.scale)
-        scores = self.attention_scores(masked_scores(q, k, mask, self.scale))
+        scores = self.attention_scores(masked_scores(q, k, mask, self.scale, self.cfg.softcap))
         pattern = self.attention_probabilities(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype))
         heads = torch.matmul(pattern, expand_kv(v.contiguous(), self.cfg.num_heads // self.cfg.num_kv_heads))
         return positions_first(heads)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from transformer_std import config
 from transformer_std.components.attention import Attention
 from transformer_std.components.kernels import Mask
 from transformer_std.components.mixture import Mixture
 from transformer_std.components.mlp import MLPS, Mlp
 from transformer_std.components.norms import build_norm
-from transformer_std.components.positions import Angles
+from transformer_std.components.rotary import Angles
 from transformer_std.components.sharing import Need, Sees, Turns
 from transformer_std.components.states import LayerKV, State
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host, Missing
 from transformer_std.hooks.runs import of_its_run
 from transformer_std.layouts import Residual
+
+Readers = dict[str, tuple[str | None, str]]
 
 
 def build_mlp(cfg: config.Mlp | config.Mixture, hidden_size: int, post_norm: config.Norm | None) -> Mlp | Mixture:
@@ -43,10 +47,10 @@ class Block(Host):
 
 
 class AttentionBlock(Block):
-    """Attention and MLP on a residual stream."""
+    """Attention and MLP on a residual stream, each behind a norm of its own where the wiring has one."""
 
-    attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
-    attention_input = HookPoint(Residual, "What the attention is called with")
+    # Which norm reads the stream for each sublayer, and which value the stream is there.
+    readers: ClassVar[Readers] = {"attention": ("attention_norm", "layer_input"), "mlp": ("mlp_norm", "layer_mid")}
 
     def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
         super().__init__()
@@ -64,6 +68,8 @@ class AttentionBlock(Block):
 class SequentialBlock(AttentionBlock):
     """h = x + attention(norm(x));  out = h + mlp(norm(h)), where a sandwich's sublayers end in a norm of their own."""
 
+    attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
+    attention_input = HookPoint(Residual, "What the attention is called with")
     layer_mid = HookPoint(Residual, "The residual stream after the attention add")
     mlp_norm_output = HookPoint(Residual, "The normed stream entering the MLP")
     mlp_input = HookPoint(Residual, "What the MLP is called with")
@@ -82,14 +88,40 @@ class SequentialBlock(AttentionBlock):
         return self.layer_output(x + self.mlp(self.mlp_input(normed)))
 
 
+class PostNormedBlock(AttentionBlock):
+    """h = x + norm(attention(x));  out = h + norm(mlp(h)): the sublayers read the stream itself."""
+
+    lacks = "the sublayers read the stream itself: read attention_input or mlp_input"
+
+    attention_input = HookPoint(Residual, "What the attention is called with")
+    layer_mid = HookPoint(Residual, "The residual stream after the attention add")
+    mlp_input = HookPoint(Residual, "What the MLP is called with")
+    layer_output = HookPoint(Residual, "The residual stream leaving the block")
+
+    readers: ClassVar[Readers] = {"attention": (None, "layer_input"), "mlp": (None, "layer_mid")}
+
+    @of_its_run
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
+        x = self.layer_input(x)
+        x = self.layer_mid(x + self.self_attn(self.attention_input(x), angles, mask, state))
+        return self.layer_output(x + self.mlp(self.mlp_input(x)))
+
+
 class ParallelBlock(AttentionBlock):
     """h = norm(x);  out = attention(h) + mlp(h) + x"""
 
     lacks = "the block is parallel: it adds both sublayers at once, and there is no stream between them"
 
+    attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
+    attention_input = HookPoint(Residual, "What the attention is called with")
     mlp_norm_output = HookPoint(Residual, "The one norm's output, which both sublayers read")
     mlp_input = HookPoint(Residual, "What the MLP is called with")
     layer_output = HookPoint(Residual, "The residual stream leaving the block")
+
+    readers: ClassVar[Readers] = {
+        "attention": ("attention_norm", "layer_input"),
+        "mlp": ("attention_norm", "layer_input"),
+    }
 
     @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
@@ -99,4 +131,35 @@ class ParallelBlock(AttentionBlock):
         return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
 
 
-BLOCKS: dict[str, type[Block]] = {"sequential": SequentialBlock, "parallel": ParallelBlock}
+class TwoNormParallelBlock(AttentionBlock):
+    """out = attention(norm(x)) + mlp(other norm(x)) + x"""
+
+    lacks = ParallelBlock.lacks
+
+    attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
+    attention_input = HookPoint(Residual, "What the attention is called with")
+    mlp_norm_output = HookPoint(Residual, "The normed stream entering the MLP")
+    mlp_input = HookPoint(Residual, "What the MLP is called with")
+    layer_output = HookPoint(Residual, "The residual stream leaving the block")
+
+    readers: ClassVar[Readers] = {"attention": ("attention_norm", "layer_input"), "mlp": ("mlp_norm", "layer_input")}
+
+    def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
+        super().__init__(cfg, hidden_size, eager)
+        self.mlp_norm = build_norm(cfg.norm, hidden_size)
+
+    @of_its_run
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
+        x = self.layer_input(x)
+        normed = self.attention_norm_output(self.attention_norm(x))
+        attention = self.self_attn(self.attention_input(normed), angles, mask, state)
+        normed = self.mlp_norm_output(self.mlp_norm(x))
+        return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "sequential": SequentialBlock,
+    "post_normed": PostNormedBlock,
+    "parallel": ParallelBlock,
+    "parallel_two_norms": TwoNormParallelBlock,
+}

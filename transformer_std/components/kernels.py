@@ -49,17 +49,25 @@ def scaled_scores(q: Queries, k: Float[Tensor, "batch num_heads key qk_head_dim"
     return times(torch.matmul(q, rearrange(k, "batch head key dim -> batch head dim key")), scale)
 
 
-def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
-    """The scores entering the softmax, where a masked entry is the dtype's lowest finite number."""
+def capped(x: Float[Tensor, "*axes"], cap: float | None) -> Float[Tensor, "*axes"]:
+    """Numbers between -cap and cap, almost as they are where they are small beside it."""
+    return x if cap is None else times(torch.tanh(x / cap), cap)
+
+
+def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float, softcap: float | None = None) -> Pattern:
+    """The scores entering the softmax, capped by a tanh where there is a `softcap`. A masked entry is the dtype's
+    lowest finite number."""
     # In one piece, as they come out of transformers' key/value cache, which a plain call of it has too: in float16 the
     # product of queries and keys rounds differently on other strides.
     k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
-    scores = scaled_scores(q, k, scale)
+    scores = capped(scaled_scores(q, k, scale), softcap)
     scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
     if scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
-        return _refined(scores, scaled_scores(q.float(), k.float(), scale).masked_fill(~mask, -torch.inf))
+        return _refined(
+            scores, capped(scaled_scores(q.float(), k.float(), scale), softcap).masked_fill(~mask, -torch.inf)
+        )
     return scores
 
 

@@ -69,7 +69,7 @@ class Mixture(Host):
         self.experts = Experts(cfg, hidden_size)
         self.shared_experts = shared_experts(cfg.shared, hidden_size)
         self.shared_gate = Linear(hidden_size, 1, bias=False) if cfg.shared_gate else None
-        self.post_norm = build_norm(post_norm, hidden_size) if post_norm else None
+        self.post_norm = build_norm(post_norm, hidden_size)
         if scoring == "sparsemixer":
             self.without("sparsemixer scores each slot on its own: read router_logits", "router_scores")
         if not cfg.shared:

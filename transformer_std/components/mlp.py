@@ -64,7 +64,7 @@ class Mlp(Host):
         self.cfg, self.hidden_size = cfg, hidden_size
         self.activation = ACTIVATIONS[cfg.activation]
         self.down = Linear(cfg.intermediate_size, hidden_size, bias=cfg.bias)
-        self.post_norm = build_norm(post_norm, hidden_size) if post_norm else None
+        self.post_norm = build_norm(post_norm, hidden_size)
         if not post_norm:
             self.without("no norm follows this MLP: read mlp_output", "mlp_unnormed_output")
 

@@ -21,8 +21,21 @@ class RMSNorm(Norm):
     def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self.cfg.wide_in_half and dtype == torch.float16 else dtype
 
+    def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
+        self.weight.fill_(0.0 if self.cfg.around_one else 1.0)
+
+    def gain(self, weight: Float[Tensor, " size"]) -> Float[Tensor, " size"]:
+        """What the normed input is multiplied by."""
+        return 1.0 + weight.float() if self.cfg.around_one else weight
+
+    def frozen(
+        self, parts: Float[Tensor, "*parts size"], whole: Float[Tensor, "*axes size"], weight: Float[Tensor, " size"]
+    ) -> Float[Tensor, "*parts size"]:
+        """The linear map that the norm is on `whole`, of parts that sum to it; in float32, for a norm of `weight`."""
+        return parts * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps) * self.gain(weight).to(parts)
+
     def forward(self, x: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
-        weight, dtype = self.weight, x.dtype
+        weight, dtype = self.gain(self.weight), x.dtype
         # The fused kernel has these very bits forward, but others backward, and in float64 it is finer.
         if torch.is_grad_enabled() or dtype == torch.float64:
             wide = x.float()
@@ -38,7 +51,7 @@ class RMSNorm(Norm):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def build_norm(norm: config.Norm, size: int) -> RMSNorm | LayerNorm:
-    if norm.kind == "layer":
-        return LayerNorm(size, eps=norm.eps)
-    return RMSNorm(size, norm)
+def build_norm(norm: config.Norm | None, size: int) -> RMSNorm | LayerNorm | None:
+    if norm is None:
+        return None
+    return LayerNorm(size, eps=norm.eps) if norm.kind == "layer" else RMSNorm(size, norm)

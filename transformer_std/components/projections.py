@@ -69,3 +69,25 @@ class FusedProjections(Direct):
         """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
         weight, bias = read("qkv")
         return list(zip(self._parts(weight, 0, self.head_dim), self._parts(bias, 0, self.head_dim), strict=True))
+
+
+class ByHeadProjections(Direct):
+    """One matrix; its output is each head's queries, keys and values, head after head."""
+
+    def __init__(self, cfg: config.Attention, hidden_size: int):
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.qkv = Linear(hidden_size, 3 * cfg.num_heads * cfg.head_dim, bias=cfg.bias)
+
+    def forward(self, x: Residual) -> Heads:
+        each, dim = split_heads(self.qkv(x), 3 * self.head_dim), self.head_dim
+        return each.narrow(-1, 0, dim), each.narrow(-1, dim, dim), each.narrow(-1, 2 * dim, dim)
+
+    def parts(self, read: Callable[[str], WeightAndBias]) -> list[WeightAndBias]:
+        """Weight and bias of queries, keys and values, of what `read` finds in the projections by name."""
+        weight, bias = read("qkv")
+        rows = weight.unflatten(0, (-1, 3, self.head_dim)), bias.unflatten(0, (-1, 3, self.head_dim))
+        return [(rows[0][:, i].flatten(0, 1), rows[1][:, i].flatten()) for i in range(3)]
+
+
+PROJECTIONS = {False: SplitProjections, True: FusedProjections, "by_head": ByHeadProjections}

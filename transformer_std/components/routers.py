@@ -97,8 +97,9 @@ class Router(NamedTuple):
 
 
 def _choose_softmax(mixture: Any, logits: RouterLogits, scores: RouterLogits) -> Choice:
-    weights, indices = softmax_top_k(scores, mixture.top_k, mixture.cfg.router.normalized)
-    return weights.to(logits.dtype), indices
+    router = mixture.cfg.router
+    weights, indices = softmax_top_k(scores, mixture.top_k, router.normalized)
+    return (weights if router.wide else weights.to(logits.dtype)), indices
 
 
 def _choose_sigmoid(mixture: Any, logits: RouterLogits, scores: RouterLogits) -> Choice:

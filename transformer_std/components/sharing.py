@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from transformer_std.components.positions import Angles, prompt_angles, rotary_angles, seen_keys, visible
+from transformer_std.components.positions import seen_keys, visible
+from transformer_std.components.rotary import Angles, prompt_angles, rotary_angles
 from transformer_std.config import Rotary
 from transformer_std.layouts import Residual
 
@@ -63,14 +64,16 @@ class Turns(Need):
 
     @property
     def restart(self) -> int | None:
-        return None if self.rotary is None else self.rotary.original_length
+        scaling = None if self.rotary is None else self.rotary.scaling
+        return None if scaling is None else scaling.restart
 
     def of(self, this: Pass) -> Angles | None:
         if self.rotary is None:
             return None
+        dtype = torch.float32 if self.rotary.wide else this.dtype
         if this.positions is None:
-            return prompt_angles(self.rotary, this.seq, this.dtype, this.device)
-        return rotary_angles(self.rotary, this.positions, this.dtype)
+            return prompt_angles(self.rotary, this.seq, dtype, this.device)
+        return rotary_angles(self.rotary, this.positions, dtype)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformer_std.hooks.hook_point import HookFn, HookPoint
 
 NAMES = {
     "hook_embed": "token_embeddings",
+    "hook_pos_embed": "position_embeddings",
     "blocks.{i}.hook_resid_pre": "layers.{i}.layer_input",
     "blocks.{i}.ln1.hook_normalized": "layers.{i}.attention_norm_output",
     "blocks.{i}.attn.hook_q": "layers.{i}.self_attn.attention_queries_before_rotary",
