@@ -181,9 +181,9 @@ class ConfigReader:
             and not any(fnmatch.fnmatchcase(key, note) for note in NOTES)
         ]
         if left:
-            shown = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(left))
+            told = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(left))
             raise ConfigError(
-                f"{self.family} does not know the config key {shown}; if it is only a note, take it out of config.json"
+                f"{self.family} does not know the config key {told}; if it is only a note, take it out of config.json"
             )
 
 

@@ -50,10 +50,9 @@ def gated(hf: ConfigReader, width: str = "intermediate_size", activation: str = 
     return Mlp(hf.whole(width), hf.one_of(activation, ACTIVATIONS), "gated", bias)
 
 
-def mixture(
-    hf: ConfigReader, router: Router, width: str = "moe_intermediate_size", count: str = "num_experts", **more: Any
-) -> Mixture:
-    experts, top_k = hf.whole(count, least=0), hf.whole("num_experts_per_tok")
+def mixture(hf: ConfigReader, router: Router, width: str = "moe_intermediate_size", **more: Any) -> Mixture:
+    """Routed experts, whose number is `num_local_experts` or `num_experts`."""
+    experts, top_k = hf.whole("num_local_experts", hf.take("num_experts"), least=0), hf.whole("num_experts_per_tok")
     if 0 < experts < top_k:
         raise ConfigError(f"config: {top_k} experts a token of {experts}")
     return Mixture(hf.whole(width), hf.one_of("hidden_act", ACTIVATIONS), experts, top_k, router, **more)

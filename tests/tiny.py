@@ -56,6 +56,13 @@ AROUND = (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1)
 LONG_INSIDE = {"original_max_position_embeddings": BOUNDARY}
 LONG = {"original_max_position_embeddings": BOUNDARY, "max_position_embeddings": 4 * BOUNDARY}
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+
 RECIPES = [
     Recipe("phi", "base"),
     Recipe("phi", "grouped", {"num_key_value_heads": 2}),
@@ -101,6 +108,33 @@ RECIPES = [
         "afmoe", "layer_types",
         {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 3, "num_key_value_heads": 1}, (5, 8, LENGTH),
     ),
+    Recipe("llama", "base"),
+    Recipe("llama", "tied", {"tie_word_embeddings": True, "num_key_value_heads": 3}),
+    Recipe("llama", "biased", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None}),
+    Recipe("llama", "mlp_bias", {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
+    Recipe("llama", "llama3", {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, (LENGTH, 70)),
+    Recipe("llama", "head_dim", {"rope_parameters": LINEAR, "head_dim": 32, "tie_word_embeddings": True}),
+    Recipe("llama", "dynamic", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}, "max_position_embeddings": BOUNDARY}, AROUND),
+    Recipe("llama", "longrope", {**LONG, "rope_parameters": longrope(16)}, AROUND),
+    Recipe("mistral", "base"),
+    Recipe("mistral", "window", {"sliding_window": 5, "num_key_value_heads": 1, "head_dim": 32}, (4, 5, 6, LENGTH)),
+    Recipe("qwen2", "base"),
+    Recipe("qwen2", "window", {**WINDOW, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}, (4, 5, 6, LENGTH)),
+    Recipe("qwen2", "yarn", {"rope_parameters": YARN, "max_position_embeddings": 256}, (LENGTH, 70)),
+    Recipe("qwen3", "base"),
+    Recipe("qwen3", "tied_biased", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": None}),
+    Recipe("qwen3", "layer_types", {**WINDOW, "layer_types": [FULL, SLIDING, SLIDING], "head_dim": 16}),
+    Recipe("qwen3", "yarn", {"rope_parameters": {**YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}, "max_position_embeddings": 256}, (LENGTH, 70)),
+    Recipe("olmo2", "base"),
+    Recipe("olmo2", "biased_tied", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": None}),
+    Recipe("mixtral", "base"),
+    Recipe("mixtral", "window", {"sliding_window": 5, "num_key_value_heads": 1, "tie_word_embeddings": True}, (4, 5, 6, LENGTH)),
+    Recipe("olmoe", "base"),
+    Recipe("olmoe", "normalized", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None}),
+    Recipe("qwen3_moe", "base"),
+    Recipe("qwen3_moe", "normalized", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}),
+    Recipe("qwen3_moe", "dense_between", {"decoder_sparse_step": 2, "head_dim": 16, "mlp_only_layers": [1]}),
+    Recipe("qwen3_moe", "window", {**WINDOW, "norm_topk_prob": True, "num_key_value_heads": 1}, (4, 5, 6, LENGTH)),
 ]  # fmt: skip
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
 # One of each structure: what is no matter of numbers is shown on these.

@@ -25,5 +25,5 @@ def config(hf: ConfigReader) -> TransformerConfig:
     hf.ignore("router_jitter_noise", because="noise is for training; we have none")
     norm, attention = parts.rms(hf), parts.attention(hf, window=hf.optional_whole("sliding_window"))
     router = SoftmaxTopK(normalized=True, wide=True)
-    mixture = parts.mixture(hf, router, "intermediate_size", "num_local_experts")
+    mixture = parts.mixture(hf, router, "intermediate_size")
     return parts.transformer(hf, [Layer("sequential", norm, attention, mixture)] * hf.count, norm)

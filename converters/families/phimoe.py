@@ -47,7 +47,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
         hf, rotary=rotary(hf, hf.heads()[2], scalings=SCALING), window=hf.optional_whole("sliding_window")
     )
     router = SparseMixer(hf.number("router_jitter_noise"), hf.number("input_jitter_noise"))
-    mixture = parts.mixture(hf, router, "intermediate_size", "num_local_experts")
+    mixture = parts.mixture(hf, router, "intermediate_size")
     layer = Layer("sequential", norm, attention, mixture)
     return parts.transformer(hf, [layer] * hf.count, norm, head_bias=hf.flag("lm_head_bias"))
 

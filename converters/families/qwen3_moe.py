@@ -24,6 +24,7 @@ DEFAULTS = {
 
 
 def config(hf: ConfigReader) -> TransformerConfig:
+    hf.ignore("max_window_layers", because="where there is a window, every block has it")
     norm, mixture = parts.rms(hf), parts.mixture(hf, SoftmaxTopK(hf.flag("norm_topk_prob")))
     window = hf.optional_whole("sliding_window") if hf.flag("use_sliding_window") else None
     attention = parts.attention(hf, window=window, qk_norm=norm)
