@@ -62,7 +62,7 @@ def released(model: Transformer, rules: list[Rule]) -> Iterator[tuple[str, Tenso
     for name, weight in saving.weights(model).items():
         rule, numbers = written_by(rules, name)  # type: ignore[misc]
         if isinstance(rule, Copy):
-            yield rule.theirs.format(**numbers), weight
+            yield rule.theirs.format(**numbers), weight.mT if rule.transposed else weight
             continue
         for e, expert in enumerate(weight):
             for source, part in zip(rule.sources, expert.chunk(len(rule.sources)), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from converters.checkpoint import FLOATS, MERGE, CheckpointError
 from converters.progress import progress
 from converters.rules import Copy, Ignore, Rule, Stack, match, written_by
 from transformer_std.config import Mixture, TransformerConfig
+from transformer_std.saving import TRANSPOSED
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 # In the names of a model that peft wrapped.
@@ -26,7 +27,7 @@ SHOWN = 20  # of what does not fit
 class Tensors(Protocol):
     """Named tensors, wherever they are."""
 
-    def __iter__(self) -> Iterable[str]: ...  # type: ignore[override]
+    def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> list[int]: ...
     def kind(self, name: str) -> str: ...
     def tensor(self, name: str) -> Tensor: ...
@@ -46,6 +47,7 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
     Raises:
         CheckpointError: lists what is missing, left over, misshapen or not floating; the model is unchanged then.
     """
+    tensors = turned(tensors, rules)
     plan, tied = _fitting_plan(model, tensors, rules)
     if dtype is None:
         dtype = FLOATS[tensors.kind(next(iter(next(iter(plan.values())).values())))]
@@ -67,6 +69,7 @@ def unlike(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> list[str]:
     Raises:
         CheckpointError: as `fill`.
     """
+    tensors = turned(tensors, rules)
     plan, tied = _fitting_plan(model, tensors, rules)
     named = {name: model.get_parameter(name) for name in plan if not (tied and name == HEAD)}
     size = sum(parameter.nbytes for parameter in named.values())
@@ -82,6 +85,30 @@ def same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def turned(tensors: Tensors, rules: list[Rule]) -> Tensors:
+    return Turned(tensors, rules) if any(getattr(rule, "transposed", False) for rule in rules) else tensors
+
+
+class Turned:
+    """`tensors`, where a rule transposes one as it is in the model."""
+
+    def __init__(self, tensors: Tensors, rules: list[Rule]):
+        self._tensors, self.kind, self.origin = tensors, tensors.kind, tensors.origin
+        found = {name: match(rules, name) for name in tensors}
+        self._turned = {name for name, each in found.items() if each and getattr(each[0], "transposed", False)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def shape(self, name: str) -> list[int]:
+        shape = self._tensors.shape(name)
+        return shape[::-1] if name in self._turned else shape
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self._tensors.tensor(name)
+        return tensor.mT if name in self._turned else tensor
 
 
 def _fitting_plan(model: nn.Module, tensors: Tensors, rules: list[Rule]) -> tuple[dict[str, Parts], bool]:
@@ -174,9 +201,9 @@ def _hints(tensors: Tensors, problems: list[str]) -> list[str]:
 
 
 def own_rules(tensors: Tensors) -> list[Rule]:
-    """Our own format's: each name is ours as it is."""
+    """Our own format's: each name is ours as it is; what lies transposed in memory has a mark behind it."""
     patterns = dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.{i}.", name) for name in tensors if "{" not in name)
-    return [Copy(pattern, pattern) for pattern in patterns]
+    return [Copy(each, each.removesuffix(TRANSPOSED), each.endswith(TRANSPOSED)) for each in patterns]
 
 
 def part_shape(shape: list[int], rule: Rule) -> list[int]:

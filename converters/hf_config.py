@@ -56,11 +56,27 @@ class ConfigReader:
         values: the config, as `config.json` has it.
         family: for messages.
         defaults: what the family has where the config lacks a key or holds null.
+        spelled: the family's own names of keys that others share.
+
+    Raises:
+        ConfigError: the config has a key under both names, and they differ.
     """
 
-    def __init__(self, values: dict[str, Any], family: str, defaults: dict[str, Any]):
-        self._values, self.family, self.defaults = dict(values), family, defaults
-        self._read: set[str] = set()
+    def __init__(
+        self, values: dict[str, Any], family: str, defaults: dict[str, Any], spelled: dict[str, str] | None = None
+    ):
+        self.family, self.defaults, self._spelled = family, defaults, spelled or {}
+        self._values, self._read = dict(values), set[str]()
+        for key, own in self._spelled.items():
+            if own not in values:
+                continue
+            if values.get(key, values[own]) != values[own]:
+                raise ConfigError(f"config.{own} is {shown(values[own])}, and config.{key}, its other name, differs")
+            self._values[key] = self._values.pop(own)
+
+    def name(self, key: str) -> str:
+        """How the family spells `key`, for messages."""
+        return f"config.{self._spelled.get(key, key)}"
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value of `key`; where the config lacks it or holds null, `default`, or the family's."""
@@ -79,9 +95,11 @@ class ConfigReader:
         """A whole number of at least `least`, and of a size that a model can have."""
         value, most = self.take(key, default), MOST.get(key, MOST_OF_ANYTHING)
         if not is_whole(value) or value < least:
-            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} needs a whole number of at least {least}")
+            raise ConfigError(
+                f"{self.name(key)} is {shown(value)}; {self.family} needs a whole number of at least {least}"
+            )
         if value > most:
-            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} takes {most} at most")
+            raise ConfigError(f"{self.name(key)} is {shown(value)}; {self.family} takes {most} at most")
         return value
 
     def token(self, key: str, vocab_size: int) -> int | None:
@@ -89,13 +107,13 @@ class ConfigReader:
         value = self.optional(key)
         if value is not None and not (is_whole(value) and -vocab_size <= value < vocab_size):
             told = "" if key in self._values else f", {self.family}'s own where the config has none"
-            raise ConfigError(f"config.{key} is {shown(value)}{told}; the vocabulary has {vocab_size}")
+            raise ConfigError(f"{self.name(key)} is {shown(value)}{told}; the vocabulary has {vocab_size}")
         return value
 
     def width(self, key: str) -> int:
         """A whole number that may be absent, but not null."""
         if key in self._values and self._values[key] is None:
-            raise ConfigError(f"config.{key} is null; {self.family} needs a whole number")
+            raise ConfigError(f"{self.name(key)} is null; {self.family} needs a whole number")
         return self.whole(key)
 
     def optional_whole(self, key: str) -> int | None:
@@ -107,7 +125,7 @@ class ConfigReader:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.take(key, default)
         if not is_number(value):
-            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} needs a number")
+            raise ConfigError(f"{self.name(key)} is {shown(value)}; {self.family} needs a number")
         return float(value)
 
     def initializer_range(self) -> float:
@@ -117,14 +135,14 @@ class ConfigReader:
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} needs true or false")
+            raise ConfigError(f"{self.name(key)} is {shown(value)}; {self.family} needs true or false")
         return value
 
     def one_of(self, key: str, options: Any) -> str:
         value = self.take(key)
         if not isinstance(value, str) or value not in options:
             options = ", ".join(map(repr, options))
-            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} implements {options}")
+            raise ConfigError(f"{self.name(key)} is {shown(value)}; {self.family} implements {options}")
         return value
 
     def require(self, key: str, *values: Any) -> None:
@@ -132,7 +150,7 @@ class ConfigReader:
         value = self.take(key, values[0])
         if value not in values:
             options = ", ".join(map(repr, values))
-            raise ConfigError(f"config.{key} is {shown(value)}; {self.family} implements {options}")
+            raise ConfigError(f"{self.name(key)} is {shown(value)}; {self.family} implements {options}")
 
     def ignore(self, *keys: str, because: str) -> None:
         """Keys that change nothing we compute; `because` stands in the code for its reader."""
@@ -181,7 +199,7 @@ class ConfigReader:
             and not any(fnmatch.fnmatchcase(key, note) for note in NOTES)
         ]
         if left:
-            told = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(left))
+            told = ", ".join(f"{self._spelled.get(key, key)} = {shown(self._values[key])}" for key in sorted(left))
             raise ConfigError(
                 f"{self.family} does not know the config key {told}; if it is only a note, take it out of config.json"
             )

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from converters.hf_config import ConfigError, ConfigReader
-from converters.places import Between, Input, Output, Places, View, by_heads, side_by_side, tokens_apart
+from converters.places import At, Between, Input, Output, Places, View, by_heads, side_by_side, tokens_apart
 from converters.rope import rotary
 from converters.rules import Copy, Ignore, Rule, Stack
 from transformer_std.components.mlp import ACTIVATIONS
@@ -82,11 +84,11 @@ def upper_windows(hf: ConfigReader) -> list[int | None]:
 
 def transformer(hf: ConfigReader, layers: Iterable[Block], norm: Norm, **more: Any) -> TransformerConfig:
     vocab_size = hf.whole("vocab_size")
+    more.setdefault("padding_id", hf.token("pad_token_id", vocab_size))
     return TransformerConfig(
         vocab_size=vocab_size,
-        padding_id=hf.token("pad_token_id", vocab_size),
         hidden_size=hf.whole("hidden_size"),
-        intermediate_size=hf.whole("intermediate_size"),
+        intermediate_size=more.pop("intermediate_size", 0) or hf.whole("intermediate_size"),
         max_length=hf.whole("max_position_embeddings"),
         layers=tuple(layers),
         norm=norm,
@@ -99,9 +101,9 @@ def transformer(hf: ConfigReader, layers: Iterable[Block], norm: Norm, **more: A
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def both(theirs: str, ours: str) -> list[Rule]:
+def both(theirs: str, ours: str, *, transposed: bool = False) -> list[Rule]:
     """A weight and its bias."""
-    return [Copy(f"{theirs}.{part}", f"{ours}.{part}") for part in ("weight", "bias")]
+    return [Copy(f"{theirs}.weight", f"{ours}.weight", transposed), Copy(f"{theirs}.bias", f"{ours}.bias")]
 
 
 ATTENTION = [
@@ -176,6 +178,23 @@ def shared_expert(theirs: str) -> list[Rule]:
     ]
 
 
+# The embeddings, of a module that multiplies them itself.
+UNSCALED = Between("model.embed_tokens", "embedding", "output")
+
+
+def every_row(x: Tensor, at: At) -> Tensor:
+    """What all rows of a batch share, for each."""
+    return x.expand(at.size[0], -1, -1)
+
+
+def before_rotary(queries: str, keys: str, view: View | None) -> dict[str, Places]:
+    """Where queries and keys are before the rotary: the outputs of these modules, through `view`."""
+    return {
+        OURS + "self_attn.attention_queries_before_rotary": Output(THEIRS + "self_attn." + queries, view=view),
+        OURS + "self_attn.attention_keys_before_rotary": Output(THEIRS + "self_attn." + keys, view=view),
+    }
+
+
 def values(
     more: dict[str, Places] | None = None,
     *,
@@ -191,8 +210,7 @@ def values(
         OURS + "layer_input": Input("model.layers.{i}"),
         OURS + "attention_norm_output": Output(THEIRS + "input_layernorm"),
         OURS + "attention_input": Input(THEIRS + "self_attn"),
-        OURS + "self_attn.attention_queries_before_rotary": Output(THEIRS + "self_attn." + queries, view=view),
-        OURS + "self_attn.attention_keys_before_rotary": Output(THEIRS + "self_attn." + keys, view=view),
+        **before_rotary(queries, keys, view),
         OURS + "self_attn.attention_premix": Input(THEIRS + "self_attn.o_proj", view=side_by_side),
         OURS + "self_attn.attention_output": Output(THEIRS + "self_attn.o_proj"),
         OURS + "layer_mid": Input(THEIRS + second, stream=True),

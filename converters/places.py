@@ -72,6 +72,20 @@ def fused_keys(x: Tensor, at: At) -> Tensor:
     return by_heads(x, at)[:, at.layer.attention.num_heads :][:, : at.layer.attention.num_kv_heads]
 
 
+def by_head_queries(x: Tensor, at: At) -> Tensor:
+    return by_head(x, at)[0]
+
+
+def by_head_keys(x: Tensor, at: At) -> Tensor:
+    return by_head(x, at)[1]
+
+
+def by_head(x: Tensor, at: At) -> Tensor:
+    """Queries, keys and values of what has them head after head."""
+    dim = at.layer.attention.head_dim
+    return rearrange(x, "batch seq (head three dim) -> three batch head seq dim", three=3, dim=dim)
+
+
 def side_by_side(x: Tensor, at: At) -> Tensor:
     """[batch seq (head dim)] as head outputs are laid out."""
     return rearrange(x, "batch seq (head dim) -> batch seq head dim", dim=at.layer.attention.head_dim)

@@ -21,13 +21,13 @@ class Settings:
     """
 
     def __init__(self, hf: ConfigReader, kind: str | None = None, theta: float | None = None):
-        inner = hf.take("rope_scaling") or hf.take("rope_parameters") or {}
-        if isinstance(inner, dict) and kind in inner:
-            inner = inner[kind] or {}
+        flat, nested = hf.take("rope_scaling"), hf.take("rope_parameters")
+        if kind is None:
+            inner = flat or nested or {}
+        else:  # a released scaling is that of full attention
+            inner = {**((nested or {}).get(kind) or {}), **((flat or {}) if kind == "full_attention" else {})}
         if not isinstance(inner, dict):
             raise ConfigError(f"the rope settings are {shown(inner)}; {hf.family} needs a dict of them")
-        for key in ("rope_scaling", "rope_parameters"):
-            hf.take(key)
         outer = hf.take("rope_theta", 10_000.0) if theta is None else theta
         found = {"rope_theta": outer, "partial_rotary_factor": hf.take("partial_rotary_factor")}
         found |= {key: value for key, value in inner.items() if value is not None}

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of theirs is one of ours."""
+    """A tensor of theirs is one of ours, or `transposed`, its transpose: a view, since what a product rounds to depends
+    on how its matrix lies in memory."""
 
     theirs: str
     ours: str
+    transposed: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _convert_config(values: dict[str, Any]) -> TransformerConfig:
     check_depth(values)
     family = module_of(values)
-    reader = ConfigReader(values, values["model_type"], family.DEFAULTS)
+    reader = ConfigReader(values, values["model_type"], family.DEFAULTS, getattr(family, "SPELLED", None))
     try:
         config = family.config(reader)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:

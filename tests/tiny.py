@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import converters
+from converters.families import attention_of, module_of
 from converters.tiny import shake
 
 VOCAB = 131
@@ -114,27 +115,76 @@ RECIPES = [
     Recipe("llama", "mlp_bias", {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
     Recipe("llama", "llama3", {"rope_parameters": LLAMA3, "max_position_embeddings": 512}, (LENGTH, 70)),
     Recipe("llama", "head_dim", {"rope_parameters": LINEAR, "head_dim": 32, "tie_word_embeddings": True}),
-    Recipe("llama", "dynamic", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}, "max_position_embeddings": BOUNDARY}, AROUND),
+    Recipe(
+        "llama", "dynamic",
+        {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}, "max_position_embeddings": BOUNDARY}, AROUND,
+    ),
     Recipe("llama", "longrope", {**LONG, "rope_parameters": longrope(16)}, AROUND),
     Recipe("mistral", "base"),
     Recipe("mistral", "window", {"sliding_window": 5, "num_key_value_heads": 1, "head_dim": 32}, (4, 5, 6, LENGTH)),
     Recipe("qwen2", "base"),
-    Recipe("qwen2", "window", {**WINDOW, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}, (4, 5, 6, LENGTH)),
+    Recipe(
+        "qwen2", "window",
+        {**WINDOW, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}, (4, 5, 6, LENGTH),
+    ),
     Recipe("qwen2", "yarn", {"rope_parameters": YARN, "max_position_embeddings": 256}, (LENGTH, 70)),
     Recipe("qwen3", "base"),
     Recipe("qwen3", "tied_biased", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": None}),
     Recipe("qwen3", "layer_types", {**WINDOW, "layer_types": [FULL, SLIDING, SLIDING], "head_dim": 16}),
-    Recipe("qwen3", "yarn", {"rope_parameters": {**YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}, "max_position_embeddings": 256}, (LENGTH, 70)),
+    Recipe(
+        "qwen3", "yarn",
+        {"rope_parameters": {**YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1},
+         "max_position_embeddings": 256}, (LENGTH, 70),
+    ),
     Recipe("olmo2", "base"),
     Recipe("olmo2", "biased_tied", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": None}),
     Recipe("mixtral", "base"),
-    Recipe("mixtral", "window", {"sliding_window": 5, "num_key_value_heads": 1, "tie_word_embeddings": True}, (4, 5, 6, LENGTH)),
+    Recipe(
+        "mixtral", "window",
+        {"sliding_window": 5, "num_key_value_heads": 1, "tie_word_embeddings": True}, (4, 5, 6, LENGTH),
+    ),
     Recipe("olmoe", "base"),
     Recipe("olmoe", "normalized", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": None}),
     Recipe("qwen3_moe", "base"),
     Recipe("qwen3_moe", "normalized", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}),
     Recipe("qwen3_moe", "dense_between", {"decoder_sparse_step": 2, "head_dim": 16, "mlp_only_layers": [1]}),
     Recipe("qwen3_moe", "window", {**WINDOW, "norm_topk_prob": True, "num_key_value_heads": 1}, (4, 5, 6, LENGTH)),
+    Recipe("gemma2", "base"),
+    Recipe(
+        "gemma2", "uncapped",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    Recipe(
+        "gemma2", "biased",
+        {"attention_bias": True, "num_key_value_heads": 6, "layer_types": [FULL, SLIDING, SLIDING]}, (5, 6, 7, LENGTH),
+    ),
+    Recipe("gemma3_text", "base"),
+    Recipe(
+        "gemma3_text", "biased",
+        {"attention_bias": True, "num_key_value_heads": 6, "tie_word_embeddings": False}, (5, 6, 7, LENGTH),
+    ),
+    Recipe(
+        "gemma3_text", "linear",
+        {"rope_parameters": {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 500.0}},
+         "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24},
+    ),
+    Recipe("gpt_neox", "base"),
+    Recipe("gpt_neox", "sequential", {"use_parallel_residual": False}),
+    Recipe("gpt_neox", "unbiased_tied", {"attention_bias": False, "tie_word_embeddings": True}),
+    Recipe("gpt_neox", "whole_head", {"rotary_pct": 1.0, "hidden_act": "gelu_fast"}, (5, 8, LENGTH)),
+    Recipe("gpt2", "base"),
+    Recipe("gpt2", "scaled", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}),
+    Recipe(
+        "gpt2", "untied",
+        {"tie_word_embeddings": False, "scale_attn_weights": False, "n_inner": None}, (5, 8, LENGTH),
+    ),
+    Recipe("gptj", "base"),
+    Recipe("gptj", "whole_head", {"rotary_dim": 16, "n_inner": None, "activation_function": "gelu"}, (5, 8, LENGTH)),
+    Recipe("opt", "base"),
+    Recipe(
+        "opt", "unbiased_untied",
+        {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}, (5, 8, LENGTH),
+    ),
 ]  # fmt: skip
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
 # One of each structure: what is no matter of numbers is shown on these.
@@ -187,8 +237,9 @@ def as_released(folder: Path) -> None:
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32, attn: str = "eager") -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn)
-    return model.eval()
+    family = module_of(json.loads((folder / "config.json").read_text()))
+    attn = attention_of(family, attn)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn).eval()
 
 
 @functools.cache

@@ -118,9 +118,10 @@ class Rotary:
 @dataclass(frozen=True)
 class Attention:
     """`fused`: one matrix for queries, keys and values, all heads' queries first, or head after head. `window`: how
-    many keys a query sees, itself included. `qk_norm_over`: each head is normed alone, or all heads side by side. `scale`
-    multiplies the scores, None: head_dim ** -0.5. `softcap`: the scores are capped by a tanh. `sinks`: each head has a
-    learned score more, which takes its share of the softmax and has no value."""
+    many keys a query sees, itself included. `qk_norm_over`: each head is normed alone, or all heads side by side.
+    `scale` multiplies the scores, None: head_dim ** -0.5; with `scaled_queries` the queries instead. `wide_scores`: the
+    open path has the scores in float32. `softcap`: a tanh caps the scores. `sinks`: each head has a learned score more,
+    which takes its share of the softmax and has no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -134,6 +135,8 @@ class Attention:
     output_gate: bool = False
     qk_norm_over: Literal["head", "heads"] = "head"
     scale: float | None = None
+    scaled_queries: bool = False
+    wide_scores: bool = False
     softcap: float | None = None
     sinks: bool = False
 

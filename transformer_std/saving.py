@@ -33,6 +33,7 @@ TOKENIZER_FILES = [
 TOKENIZER_FOLDER = re.compile("tokenizer-[0-9a-f]{16}")  # named by what is in it
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNMENT = 64
+TRANSPOSED = ".T"  # behind the name of a matrix whose columns lie together: it is written as it lies
 
 
 def save(model: Transformer, folder: str | Path) -> None:
@@ -47,7 +48,7 @@ def save(model: Transformer, folder: str | Path) -> None:
         if beside.exists():
             header[TOKENIZER_KEY] = _named_by_content(beside)
             beside.rename(written / header[TOKENIZER_KEY])
-        write_weights(written / WEIGHTS, weights(model), header)
+        write_weights(written / WEIGHTS, as_they_lie(weights(model)), header)
         write_json(written / CONFIG, config)
     source = model.tokenizer_source
     if isinstance(source, (str, Path)) and not _tokenizer_files(Path(source)):
@@ -165,6 +166,17 @@ def weights(model: Transformer) -> dict[str, Tensor]:
     if model.lm_head.weight is model.embed_tokens.weight:
         del named["lm_head.weight"]
     return named
+
+
+def as_they_lie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, but for each matrix whose columns lie together its transpose under a name that says so: what a
+    product rounds to depends on it."""
+    turned = {
+        name: each.ndim == 2 and not each.is_contiguous() and each.mT.is_contiguous() for name, each in tensors.items()
+    }
+    return {
+        name + TRANSPOSED if turned[name] else name: each.mT if turned[name] else each for name, each in tensors.items()
+    }
 
 
 def write_weights(file: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

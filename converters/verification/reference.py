@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from converters.places import At, Between, Place, Places
-from transformer_std.config import TransformerConfig
+from transformer_std.components.blocks import BLOCKS
+from transformer_std.config import Block, TransformerConfig
 from transformer_std.hooks.hook_point import laid_out_as
+from transformer_std.hooks.hosts import own_values, vocabulary
 
 Edit = Callable[[Tensor], Tensor | None]
 
@@ -105,6 +107,8 @@ class Reference:
                 there = [place for place in options if place.module.format(i=i) in modules]
                 if there:
                     at = At(self.config.layers[i], size)
+                    if not _has(at.layer, pattern):
+                        continue
                     _hook(run, pattern.format(i=i), there[0], modules[there[0].module.format(i=i)], at, stack)
         for i in range(self.config.num_layers):
             if (experts := modules.get(f"model.layers.{i}.mlp.experts")) is not None:
@@ -123,6 +127,12 @@ class Reference:
             yield
         finally:
             self.model.config._attn_implementation = kept
+
+
+def _has(layer: Block, pattern: str) -> bool:
+    """Whether a block of this wiring has the value; those further in are where their modules are."""
+    value = pattern.removeprefix("layers.{i}.")
+    return value not in vocabulary("block") or value in own_values(BLOCKS[layer.kind])
 
 
 def _hook(run: Run, name: str, place: Place | Between, module: Any, at: At, stack: contextlib.ExitStack) -> None:

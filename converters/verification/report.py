@@ -16,7 +16,7 @@ from torch import Tensor
 
 from converters.checkpoint import Checkpoint, CheckpointError, LiveTensors, read_json
 from converters.exporting import export
-from converters.families import module_of
+from converters.families import attention_of, module_of
 from converters.fill import fill, own_rules, same, unlike
 from converters.hf_config import DTYPES, MOST_OF_ANYTHING, is_whole
 from converters.rules import Rule
@@ -115,7 +115,7 @@ def verify(
         prompts: texts. Without texts and files two of ours, or random tokens where the checkpoint has no tokenizer.
         token_files: JSON files of token ids, a list or a list of lists of one length.
         dtype: torch's or its name; None or "auto" keeps the checkpoint's.
-        attn_implementation: "sdpa" or "eager", for both.
+        attn_implementation: "sdpa" or "eager", for both; "eager" where transformers has no sdpa of the family.
         layers: compare every value of every block too, and report the first that departs.
         revision: branch, tag or commit of a Hub id.
 
@@ -129,9 +129,9 @@ def verify(
             dtype = DTYPES[config.dtype]
         if dtype == torch.float64 and any(isinstance(layer.mlp, Mixture) for layer in config.layers):
             raise CheckpointError("transformers' experts have no float64: verify a mixture in float32")
-        theirs = _load_theirs(folder, dtype or "auto", attn_implementation)
-        tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
         family = module_of(config)
+        theirs = _load_theirs(folder, dtype or "auto", attention_of(family, attn_implementation))
+        tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
         with torch.device("meta"):
             model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
         fill(model, LiveTensors.of(theirs), family.WEIGHTS, next(theirs.parameters()).dtype)

@@ -144,8 +144,8 @@ class ActivationCache(CachedValues):
             return self.model.project_on_vocab(streams)
 
     def logit_lens_frozen(self, layer: int | None = None) -> Float[Tensor, "component *axes vocab_size"]:
-        """As `logit_lens`, but with the final norm's scale as it was on the whole stream, and before any cap: differences
-        between the entries are then what each block adds to `lm_head_output`."""
+        """As `logit_lens`, but with the final norm's scale as it was on the whole stream, and before any cap:
+        differences between the entries are then what each block adds to `lm_head_output`."""
         normed = self.apply_ln_to_stack(self.accumulated_resid(layer))
         with in_graph_of(normed):
             return self.model.lm_head(normed if (bias := norm_bias(self.model)) is None else normed + bias)

@@ -22,6 +22,7 @@ from transformer_std.components.kernels import (
     masked_scores,
     mix_fast,
     positions_first,
+    wide_scores,
 )
 from transformer_std.components.norms import RMSNorm, build_norm
 from transformer_std.components.projections import (
@@ -66,7 +67,8 @@ class Attention(Host):
     def __init__(self, cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool = False):
         super().__init__()
         self.cfg, self.hidden_size, self.eager = cfg, hidden_size, eager
-        self.scale = cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale
+        scale = cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale
+        self.query_scale, self.scale = (scale, 1.0) if cfg.scaled_queries else (1.0, scale)
         self.projections = PROJECTIONS[cfg.fused](cfg, hidden_size)
         over = {"head": (1, 1), "heads": (cfg.num_heads, cfg.num_kv_heads)}[cfg.qk_norm_over]
         self.q_norm = build_norm(cfg.qk_norm, over[0] * cfg.head_dim)
@@ -86,6 +88,8 @@ class Attention(Host):
         q, k = self.attention_queries_before_rotary(q), self.attention_keys_before_rotary(k)
         if angles is not None and self.cfg.rotary is not None:
             q, k = turn_both(q, k, angles, self.cfg.rotary)
+        if self.cfg.scaled_queries:
+            q = q * self.query_scale
         if cache is not None:
             k, v = cache.update(k, v)
         heads = self.mix(self.attention_queries(q), self.attention_keys(k), self.attention_values(v), mask)
@@ -110,10 +114,15 @@ class Attention(Host):
         openly = self.eager or self.cfg.softcap is not None
         if not (openly or self.attention_scores.watched or self.attention_probabilities.watched):
             return mix_fast(q, k, v, mask, self.scale)
-        scores = self.attention_scores(masked_scores(q, k, mask, self.scale, self.cfg.softcap))
+        scores = self.attention_scores(self.scores(q, k, mask))
         pattern = self.attention_probabilities(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype))
         heads = torch.matmul(pattern, expand_kv(v.contiguous(), self.cfg.num_heads // self.cfg.num_kv_heads))
         return positions_first(heads)
+
+    def scores(self, q: Queries, k: AllKeys, mask: Mask) -> Pattern:
+        if self.cfg.wide_scores:
+            return wide_scores(q, k, mask, self.scale)
+        return masked_scores(q, k, mask, self.scale, self.cfg.softcap)
 
     def project(self, premix: HeadOutputs) -> Residual:
         out = self.o(merge_heads(premix))

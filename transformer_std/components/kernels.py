@@ -71,6 +71,15 @@ def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float, softcap: flo
     return scores
 
 
+def wide_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
+    """The scores in float32. A mask is added to them, as large as the queries' dtype can say."""
+    k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
+    if mask is None:
+        mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
+    hidden = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+    return scaled_scores(q.float(), k.float(), scale) + hidden
+
+
 def _refined(scores: Pattern, wide: Pattern) -> Pattern:
     """Float16 scores whose product passed 65504 before it was scaled (phi-2's does), with the same in float32 beside.
 

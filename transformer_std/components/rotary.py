@@ -149,8 +149,10 @@ def turn(
     turned = plus(turned, times(partners, signed_sin))
     if rotary.wide:
         turned = turned.to(heads.dtype)
-    if rest:
+    if rest and rotary.contiguous:
         return torch.cat((turned, heads.narrow(-1, dims, rest)), dim=-1)
+    if rest:  # positions before heads in memory, as the projections have them
+        return torch.cat((turned.transpose(1, 2), heads.narrow(-1, dims, rest).transpose(1, 2)), dim=-1).transpose(1, 2)
     return turned.clone(memory_format=torch.contiguous_format) if rotary.contiguous else turned
 
 
