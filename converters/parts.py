@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
 from converters.hf_config import ConfigError, ConfigReader
-from converters.places import At, Between, Input, Output, Places, View, by_heads, side_by_side, tokens_apart
+from converters.places import Between, Input, Output, Places, View, by_heads, side_by_side, tokens_apart
 from converters.rope import rotary
 from converters.rules import Copy, Ignore, Rule, Stack
 from transformer_std.components.mlp import ACTIVATIONS
@@ -180,11 +178,6 @@ def shared_expert(theirs: str) -> list[Rule]:
 
 # The embeddings, of a module that multiplies them itself.
 UNSCALED = Between("model.embed_tokens", "embedding", "output")
-
-
-def every_row(x: Tensor, at: At) -> Tensor:
-    """What all rows of a batch share, for each."""
-    return x.expand(at.size[0], -1, -1)
 
 
 def before_rotary(queries: str, keys: str, view: View | None) -> dict[str, Places]:

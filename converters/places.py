@@ -29,12 +29,14 @@ class Place:
     """A module's input or output, and the part of it, as a view, that is the value.
 
     `stream`: the module's caller keeps the very tensor too, so that a write must be in place to reach it.
+    `each_row`: all rows of a batch share it; each is given its own.
     """
 
     module: str
     side: Literal["input", "output"]
     view: View | None = None
     stream: bool = False
+    each_row: bool = False
 
 
 @dataclass(frozen=True)

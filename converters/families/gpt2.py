@@ -31,7 +31,7 @@ WEIGHTS = [
 ]
 VALUES = {
     "token_embeddings": Output("transformer.wte"),
-    "position_embeddings": Output("transformer.wpe", view=parts.every_row),
+    "position_embeddings": Output("transformer.wpe", each_row=True),
     OURS + "layer_input": Input("transformer.h.{i}"),
     OURS + "attention_norm_output": Output(THEIRS + "ln_1"),
     OURS + "attention_input": Input(THEIRS + "attn"),

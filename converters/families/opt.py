@@ -29,7 +29,7 @@ WEIGHTS = [
 ]
 VALUES = {
     "token_embeddings": Output("model.decoder.embed_tokens"),
-    "position_embeddings": Output("model.decoder.embed_positions", view=parts.every_row),
+    "position_embeddings": Output("model.decoder.embed_positions", each_row=True),
     OURS + "layer_input": Input("model.decoder.layers.{i}"),
     OURS + "attention_norm_output": Output(THEIRS + "self_attn_layer_norm"),
     OURS + "attention_input": Input(THEIRS + "self_attn"),

@@ -138,6 +138,12 @@ def _has(layer: Block, pattern: str) -> bool:
 def _hook(run: Run, name: str, place: Place | Between, module: Any, at: At, stack: contextlib.ExitStack) -> None:
     view = functools.partial(place.view, at=at) if place.view else as_it_is
     meet = functools.partial(run.meet, name, view=view, stream=getattr(place, "stream", False))
+    if getattr(place, "each_row", False):
+        shared = meet
+
+        def meet(x: Tensor) -> Tensor:
+            return shared(x.expand(at.size[0], -1, -1).clone())
+
     if isinstance(place, Between):
         _intercept(module, {place.function: functools.partial(_meet_call, meet, place.side)}, stack)
     elif place.side == "input":
