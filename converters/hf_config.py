@@ -26,18 +26,19 @@ NOTES = (
     "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing*", "id2label",
     "initializer_*", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "length_penalty",
     "loss_type", "max_length", "min_length", "model_name", "model_type", "name_or_path", "no_repeat_ngram_size",
-    "num_assistant_tokens*", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
-    "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
-    "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "target_lookbehind", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_*", "use_bfloat16", "use_cache",
+    "num_assistant_tokens*", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix", "problem_type",
+    "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "suppress_tokens", "target_lookbehind", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_*", "use_bfloat16", "use_cache",
 )  # fmt: skip
 
 # Switches of other families, and the position in which each changes nothing here.
 OFF = {
     "alibi": False, "attention_bias": False, "is_causal": True, "lm_head_bias": False, "mlp_bias": False,
-    "pretraining_tp": 1, "qk_layernorm": False, "qk_norm": False, "use_qk_norm": False, "use_sliding_window": False,
+    "pretraining_tp": 1, "qk_layernorm": False, "qk_norm": False, "rope_interleaved": False, "use_mrope": False,
+    "use_qk_norm": False, "use_sliding_window": False,
 }  # fmt: skip
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -15,12 +15,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import converters
 from converters.checkpoint import LiveTensors
-from converters.fill import HEAD, _plan, part_shape
+from converters.fill import HEAD, _plan, part_shape, turned
 from converters.rules import Copy, written_by
 from transformer_std import HookedTransformer
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
-NAMES = [path.stem for path in CONFIGS]
+REFUSED = {  # and what the error says
+    "Qwen--Qwen2.5-7B-Instruct-1M": "dual_chunk_attention_config",
+    "facebook--opt-350m": "do_layer_norm_before",
+}
+NAMES = [path.stem for path in CONFIGS if path.stem not in REFUSED]
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,17 @@ def as_transformers_reads_it(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "rope_scaling": {**rope, "type": "longrope"}} if rope.get("type") == "su" else values
 
 
+def cut(values: dict[str, Any]) -> dict[str, Any]:
+    """The config with no more blocks than it takes to have one of each kind."""
+    layers = converters.read_config(values).layers
+    count = 1 + max(layers.index(layer) for layer in set(layers))
+    spelled = getattr(converters.family_of(values), "SPELLED", {}).get("num_hidden_layers", "num_hidden_layers")
+    kinds = {"layer_types": values["layer_types"][:count]} if values.get("layer_types") else {}
+    return {**values, spelled: count, **kinds}
+
+
 def theirs(name: str) -> transformers.PreTrainedModel:
-    settings = dict(as_transformers_reads_it(released(name)))
+    settings = as_transformers_reads_it(cut(released(name)))
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
@@ -122,7 +135,7 @@ def theirs(name: str) -> transformers.PreTrainedModel:
 
 def ours(name: str) -> HookedTransformer:
     with torch.device("meta"):
-        return HookedTransformer(converters.read_config(released(name)))
+        return HookedTransformer(converters.read_config(cut(released(name))))
 
 
 def on_disk(model: HookedTransformer) -> dict[str, list[int]]:
@@ -132,12 +145,12 @@ def on_disk(model: HookedTransformer) -> dict[str, list[int]]:
         rule, numbers = written_by(rules, name)  # type: ignore[misc]
         for e in range(1 if isinstance(rule, Copy) else len(parameter)):
             for source in rule.sources:
-                found[source.format(**numbers, e=e)] = part_shape(list(parameter.shape), rule)
+                shape = part_shape(list(parameter.shape), rule)
+                found[source.format(**numbers, e=e)] = shape[::-1] if getattr(rule, "transposed", False) else shape
     return found
 
 
-def test_sizes_are_of_every_config() -> None:
-    assert sorted(SIZES) == sorted(NAMES)
+def test_there_is_a_config_of_every_family() -> None:
     assert {released(name)["model_type"] for name in NAMES} == set(converters.families())
 
 
@@ -151,7 +164,8 @@ def test_tensors(name: str) -> None:
     assert on_disk(model) == {each: list(tensor.shape) for each, tensor in saved.items()}
     held = {parameter.numel() for parameter in (model.embed_tokens.weight, reference.get_input_embeddings().weight)}
     assert held == {released(name).get("vocab_size", model.vocab_size) * model.hidden_size}
-    _, problems = _plan(model, LiveTensors(saved), converters.family_of(model.config).WEIGHTS, model.config.tied_head)
+    rules = converters.family_of(model.config).WEIGHTS
+    _, problems = _plan(model, turned(LiveTensors(saved), rules), rules, model.config.tied_head)
     assert problems == []
     assert sum(each.numel() for each in model.parameters()) == sum(each.numel() for each in reference.parameters())
 
@@ -165,9 +179,10 @@ def test_config_is_read_as_transformers_reads_it(name: str) -> None:
     assert converters.read_config(today.to_dict()) == converters.read_config(released(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SIZES)
 def test_sizes(name: str) -> None:
-    model, sizes = ours(name), SIZES[name]
+    with torch.device("meta"):
+        model, sizes = HookedTransformer(converters.read_config(released(name))), SIZES[name]
     attention, mlp, last = model.config.layers[0].attention, model.config.layers[-1].mlp, model.layers[-1].mlp
     mixture = hasattr(mlp, "num_experts")
     windows = {each.attention.window for each in model.config.layers}
@@ -200,3 +215,9 @@ def test_other_architectures_of_a_family_name(kind: str) -> None:
     values = {**released("microsoft--Phi-3-mini-4k-instruct"), "model_type": kind}
     with pytest.raises(converters.ConfigError, match=f"model_type is '{kind}'.*supported are"):
         converters.read_config(values)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_we_do_not_compute_is_refused_by_name(name: str) -> None:
+    with pytest.raises(converters.ConfigError, match=REFUSED[name]):
+        converters.read_config(released(name))

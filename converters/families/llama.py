@@ -20,5 +20,6 @@ DEFAULTS = {
 
 def config(hf: ConfigReader) -> TransformerConfig:
     hf.ignore("pretraining_tp", because="how the release split its products among devices, not what they are")
+    hf.ignore("is_llama_config", because="of the library that trained it")
     norm = parts.rms(hf)
     return parts.transformer(hf, [Layer("sequential", norm, parts.attention(hf), parts.gated(hf))] * hf.count, norm)

@@ -19,6 +19,7 @@ DEFAULTS = {
 
 
 def config(hf: ConfigReader) -> TransformerConfig:
+    hf.require("dual_chunk_attention_config", None)
     norm, mlp, windows = parts.rms(hf), parts.gated(hf), parts.upper_windows(hf)
     layers = [Layer("sequential", norm, parts.attention(hf, window=window, bias=True), mlp) for window in windows]
     return parts.transformer(hf, layers, norm)
