@@ -63,9 +63,9 @@ def printable(text: object) -> str:
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)
 # What is printed is text: a path or a prompt may look like markup. Piped output is for other programs: never fold it to
 # a guessed width.
-PLAIN = {"markup": False, "emoji": False, "highlight": False}
-console = Console(**PLAIN, width=None if sys.stdout.isatty() else 200)  # type: ignore[arg-type]
-errors = Console(**PLAIN, stderr=True)  # type: ignore[arg-type]
+PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+console = Console(**PLAIN, width=None if sys.stdout.isatty() else 200)
+errors = Console(**PLAIN, stderr=True)
 
 Source = Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id.")]
 Attention = Annotated[Literal["sdpa", "eager"], typer.Option(help="For both sides.")]

@@ -12,7 +12,7 @@ from torch import Tensor
 from converters.families import module_of
 from converters.hf_config import ConfigError
 from converters.progress import progress
-from converters.rules import Copy, Rule, written_by
+from converters.rules import Copy, Rule, released_as
 from transformer_std import saving, whole
 from transformer_std.transformer import Transformer
 
@@ -35,20 +35,20 @@ def export(model: Transformer, folder: str | Path, *, max_shard_size: int | str 
         FileExistsError: something is in `folder`.
         RuntimeError: weights that are not in memory.
     """
-    rules = module_of(model.config).WEIGHTS if model.config.origin else None
-    if rules is None:
+    if (origin := model.config.origin) is None:
         raise ConfigError(
             "this model was made from a config of ours alone, so there is no release to write it as: save_pretrained() "
             "it, or build it from converters.read_config(...)"
         )
+    rules = module_of(model.config).WEIGHTS
     model.check_in_memory()
     if problem := saving.unlike_its_config(model):
         raise ConfigError(problem)
     with whole.whole(folder, _refuse_used, functools.partial(whole.move_all, last="config.json")) as written:
         _write_tensors(dict(released(model, rules)), written, max_shard_size)
         whole.write_json(written / "config.json", released_config(model))
-        if model.config.origin.generation:  # type: ignore[union-attr]
-            whole.write_json(written / "generation_config.json", model.config.origin.generation)  # type: ignore[union-attr]
+        if origin.generation:
+            whole.write_json(written / "generation_config.json", origin.generation)
         saving.write_tokenizer(model, written)
 
 
@@ -60,7 +60,7 @@ def _refuse_used(folder: Path) -> None:
 def released(model: Transformer, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors by the names and in the pieces of the released files, as views; a tied head is left out."""
     for name, weight in saving.weights(model).items():
-        rule, numbers = written_by(rules, name)  # type: ignore[misc]
+        rule, numbers = released_as(rules, name)
         if isinstance(rule, Copy):
             yield rule.theirs.format(**numbers), weight.mT if rule.transposed else weight
             continue

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,8 @@ def fill(model: nn.Module, tensors: Tensors, rules: list[Rule], dtype: torch.dty
     size = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     for name in progress(plan, size, "loading"):
         path, _, attribute = name.rpartition(".")
-        held = model.get_submodule(path).held_dtype(attribute, dtype)  # type: ignore[operator]
+        module: Any = model.get_submodule(path)
+        held = module.held_dtype(attribute, dtype)
         _assign(model, name, _gather(model.get_parameter(name), plan[name], tensors, held))
     if tied:
         _assign(model, HEAD, model.get_parameter(EMBEDDING))
@@ -129,7 +130,7 @@ def check_counts(config: TransformerConfig, tensors: Tensors, rules: list[Rule])
     found = {name: match(rules, name) for name in tensors}
     numbers = [each[2] for each in found.values() if each is not None]
     blocks, experts = (len({each[key] for each in numbers if key in each}) for key in "ie")
-    wanted = max((each.mlp.num_experts for each in config.layers if isinstance(each.mlp, Mixture)), default=0)
+    wanted = max((each.mlp.num_experts for each in config.attending if isinstance(each.mlp, Mixture)), default=0)
     problems = []
     if blocks < config.num_layers:
         problems.append(f"missing: the config has {config.num_layers} blocks, the tensors are of {blocks}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from converters.checkpoint import DEEPEST, FLOATS, too_deep
 from transformer_std.config import Mixture, TransformerConfig
@@ -216,7 +216,7 @@ def check(config: TransformerConfig) -> TransformerConfig:
         raise ConfigError(f"the config has {len(config.layers)} blocks; {MOST['num_hidden_layers']} are taken at most")
     sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "max_length": config.max_length}
     widest = config.vocab_size
-    for layer in dict.fromkeys(config.layers):
+    for layer in dict.fromkeys(config.attending):
         attention, mlp, experts = layer.attention, layer.mlp, 1
         sizes |= {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
         sizes |= {"head_dim": attention.head_dim, "intermediate_size": mlp.intermediate_size}
@@ -256,7 +256,7 @@ def check_depth(values: dict[str, Any]) -> None:
         raise ConfigError(f"the config is nested deeper than {DEEPEST} levels")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -15,7 +15,7 @@ def place(
     device_map: str | dict[str, Any],
     max_memory: dict[Any, Any] | None,
     offload_folder: str | Path | None,
-) -> nn.Module:
+) -> Any:
     """Spreads a loaded model as `device_map` says. A block is never split, and is brought to its device whole.
 
     Raises:
@@ -30,11 +30,11 @@ def place(
     if isinstance(device_map, str):
         if device_map != "auto":
             raise ValueError(f"device_map is {device_map!r}; give 'auto' or a dict")
-        device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=blocks)
-    if "disk" in device_map.values() and offload_folder is None:
+        places = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=blocks)
+    else:
+        places = device_map
+    if "disk" in places.values() and offload_folder is None:
         raise ValueError("device_map puts parts on disk: say where with offload_folder")
     if offload_folder is not None and Path(offload_folder).exists() and any(Path(offload_folder).iterdir()):
         raise ValueError(f"offload_folder {offload_folder} is not empty: its weights would be taken for this model's")
-    return dispatch_model(
-        model, device_map, offload_dir=offload_folder, preload_module_classes=blocks, force_hooks=True
-    )
+    return dispatch_model(model, places, offload_dir=offload_folder, preload_module_classes=blocks, force_hooks=True)

@@ -125,7 +125,7 @@ def _grown(factor: float, share: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
-def longrope(rope: Settings, dims: int) -> Scaling:
+def longrope(rope: Settings, dims: int) -> LongRope:
     short, long = rope.factors("short_factor", dims // 2), rope.factors("long_factor", dims // 2)
     factor, length = rope.factor(), rope.length()
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

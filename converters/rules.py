@@ -79,6 +79,13 @@ def match(rules: list[Rule], name: str) -> tuple[Rule, int, Indices] | None:
     return None
 
 
+def released_as(rules: Iterable[Rule], name: str) -> tuple[Copy | Stack, Indices]:
+    """The row that writes a tensor of ours. Raises `KeyError` where there is none: a family's table has them all."""
+    if (found := written_by(rules, name)) is None:
+        raise KeyError(f"no row of the family's table is of {name}")
+    return found
+
+
 def written_by(rules: Iterable[Rule], name: str) -> tuple[Copy | Stack, Indices] | None:
     """The row that writes a tensor of ours in the released layout, and the tensor's indices."""
     for rule in rules:

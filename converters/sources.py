@@ -156,7 +156,8 @@ def folder_of(source: str | Path, revision: str | None = None) -> Path:
 
 
 def _with_generation(config: TransformerConfig, generation: dict[str, Any]) -> TransformerConfig:
-    return check(dataclasses.replace(config, origin=dataclasses.replace(config.origin, generation=generation)))
+    origin = dataclasses.replace(config.origin, generation=generation) if config.origin else None
+    return check(dataclasses.replace(config, origin=origin))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

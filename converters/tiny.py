@@ -45,4 +45,4 @@ def shake(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
-            parameter += 0.12 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.12 * torch.randn(parameter.shape, generator=generator))

@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,10 @@ from transformer_std.transformer import Transformer
 
 GRAD = "_grad"
 FORMAT = "transformer_std.cache 1"
+if TYPE_CHECKING:
+    Value = Tensor
+else:
+    Value = Any  # `input_size` alone is a pair of numbers
 Slice = numbers.Integral | slice | Tensor | list[int]
 
 
@@ -186,7 +190,7 @@ class CachedValues(Mapping[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedValues:
         return self.map(torch.clone)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> Value:
         if isinstance(key, str) and key in self._values:
             return self._looked_at(key)
         name = key[0] if isinstance(key, tuple) else key

@@ -202,6 +202,8 @@ class Mixture:
 class Block:
     """An entry of a model's `layers`. Its `kind` names the class that is built of it."""
 
+    kind: str
+
 
 @dataclass(frozen=True)
 class Layer(Block):
@@ -272,9 +274,14 @@ class TransformerConfig:
         return len(self.layers)
 
     @property
+    def attending(self) -> list[Layer]:
+        """The blocks that attend."""
+        return [each for each in self.layers if isinstance(each, Layer)]
+
+    @property
     def attention(self) -> Attention:
         """That of the first block that has one. Raises `AttributeError` where none has."""
-        found = next((each.attention for each in self.layers if isinstance(each, Layer)), None)
+        found = next((each.attention for each in self.attending), None)
         if found is None:
             raise AttributeError("no block of this model attends")
         return found
@@ -315,13 +322,13 @@ def _since_3(layer: Any) -> Any:
     return layer
 
 
-def _classes(kind: Any) -> list[type]:
+def _classes(kind: Any) -> list[Any]:
     """The dataclasses that a field of the annotated type `kind` may hold."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return [cls for option in typing.get_args(kind) for cls in _classes(option)]
-    if not dataclasses.is_dataclass(kind):
+    if "__dataclass_fields__" not in dir(kind):
         return []
-    return [typing.cast(type, kind), *(cls for each in kind.__subclasses__() for cls in _classes(each))]
+    return [kind, *(cls for each in kind.__subclasses__() for cls in _classes(each))]
 
 
 def _plain(kind: Any, value: Any) -> Any:
@@ -351,7 +358,9 @@ def _build(kind: Any, value: Any) -> Any:
     given = dict(value)
     if (tag := given.pop(TAG, None)) is None:
         cls = max(classes, key=lambda each: sum(field.name in given for field in dataclasses.fields(each)))
-    elif (cls := {each.__name__: each for each in classes}.get(tag)) is None:
+    elif tag in (named := {each.__name__: each for each in classes}):
+        cls = named[tag]
+    else:
         raise TypeError(f"there is no {tag!r} here")
     hints = typing.get_type_hints(cls)
     if unknown := [name for name in given if name not in hints]:

@@ -16,7 +16,7 @@ from transformer_std.generation_settings import Sampling, ids_of, processors, re
 from transformer_std.hooking import Hooked
 from transformer_std.hooks.names import NamesFilter
 from transformer_std.hooks.runs import at_step
-from transformer_std.inputs import fitting_mask
+from transformer_std.inputs import Input, fitting_mask
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Tokens
 from transformer_std.optional import transformers_for
@@ -29,7 +29,7 @@ TEXTS = ("text", "texts", "chat", "chats")  # forms of input that know their pad
 
 def generate(
     model: Hooked,
-    input: Any,
+    input: Input,
     *,
     max_new_tokens: Any,
     stop_at_eos: bool = True,
@@ -99,7 +99,7 @@ def generate(
 
 def stream(
     model: Hooked,
-    input: Any,
+    input: Input,
     *,
     max_new_tokens: Any,
     stop_at_eos: bool = True,

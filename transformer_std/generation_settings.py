@@ -78,9 +78,9 @@ def read_settings(function: Callable[..., Any], origin: Origin | None, given: di
             where = "" if key in given else " in the checkpoint's generation config"
             raise ValueError(f"{key}={settings[key]!r}{where} is nothing that generate does: pass {key}={neutral!r}")
     samples = settings.get("num_return_sequences") or 1
-    if not isinstance(samples, numbers.Integral) or samples < 1:
+    if not isinstance(samples, numbers.Integral) or int(samples) < 1:
         raise ValueError(f"num_return_sequences is {samples!r}; give a whole number of at least 1")
-    if samples > 1 and not settings.get("do_sample"):
+    if int(samples) > 1 and not settings.get("do_sample"):
         raise ValueError(f"num_return_sequences={samples} would be the same row {samples} times: pass do_sample=True")
     return settings
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -13,10 +13,36 @@ from transformer_std.analysis.decomposition import ActivationCache
 from transformer_std.hooks.hook_point import Handle, HookFn
 from transformer_std.hooks.names import NamesFilter, UnknownName
 from transformer_std.hooks.runs import RUN, Scope, begins_run, close, for_one_run, open_around
+from transformer_std.inputs import Input
+from transformer_std.kv_cache import KVCache
 from transformer_std.transformer import Transformer
 
-Pairs = Any  # a list of (names_filter, fn)
-Input = Any  # what forward takes
+if TYPE_CHECKING:
+    Pairs = Iterable[tuple[NamesFilter, HookFn]]
+
+    class Forward(TypedDict, total=False):
+        """What `forward` takes beside its input and `return_type`."""
+
+        attention_mask: Tensor | None
+        position_ids: Tensor | None
+        kv_cache: KVCache | None
+        start_at_layer: int | None
+        stop_at_layer: int | None
+        last_logits_only: bool
+        loss_per_token: bool
+
+    class Cached(Forward, total=False):
+        """What `run_with_cache` takes beside."""
+
+        names_filter: NamesFilter
+        incl_bwd: bool
+        device: torch.device | str | None
+        remove_batch_dim: bool
+        keep_graph: bool
+
+    One = Literal["logits", "loss"]
+else:
+    Pairs = Any
 
 
 class Hooked(Transformer):
@@ -27,9 +53,22 @@ class Hooked(Transformer):
     model that runs inside a hook.
     """
 
-    @begins_run
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, input: Input, *, return_type: One = ..., **forward: Unpack[Forward]) -> Tensor: ...
+        @overload
+        def __call__(
+            self, input: Input, *, return_type: Literal["both"], **forward: Unpack[Forward]
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        def __call__(self, input: Input, *, return_type: None, **forward: Unpack[Forward]) -> Tensor | None: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    else:
+
+        @begins_run
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
 
     def add_hook(self, name: NamesFilter, fn: HookFn, *, permanent: bool = False, backward: bool = False) -> Handle:
         """Attaches `fn(value, hook)` to every hook point that `name` means.
@@ -86,6 +125,37 @@ class Hooked(Transformer):
             for handle in scope.handles:
                 handle.detach()
 
+    @overload
+    def run_with_hooks(
+        self,
+        input: Input,
+        *,
+        fwd_hooks: Pairs = ...,
+        bwd_hooks: Pairs = ...,
+        return_type: One = ...,
+        **forward: Unpack[Forward],
+    ) -> Tensor: ...
+    @overload
+    def run_with_hooks(
+        self,
+        input: Input,
+        *,
+        fwd_hooks: Pairs = ...,
+        bwd_hooks: Pairs = ...,
+        return_type: Literal["both"],
+        **forward: Unpack[Forward],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def run_with_hooks(
+        self,
+        input: Input,
+        *,
+        fwd_hooks: Pairs = ...,
+        bwd_hooks: Pairs = ...,
+        return_type: None,
+        **forward: Unpack[Forward],
+    ) -> Tensor | None: ...
+
     def run_with_hooks(self, input: Input, *, fwd_hooks: Pairs = (), bwd_hooks: Pairs = (), **forward: Any) -> Any:
         """One forward with hooks, which are gone from the model afterwards; no other run hears them.
 
@@ -93,7 +163,8 @@ class Hooked(Transformer):
         """
         fwd_hooks, bwd_hooks = list(fwd_hooks), list(bwd_hooks)
         with self._attached(fwd_hooks, bwd_hooks) as scope:
-            self._check_reached([pair[0] for pair in (*fwd_hooks, *bwd_hooks)], forward)
+            for name, _ in (*fwd_hooks, *bwd_hooks):
+                self._check_reached(name, forward)
             with for_one_run(scope):
                 return self(input, **forward)
 
@@ -106,6 +177,19 @@ class Hooked(Transformer):
         for point in self.names.explicit(names_filter):
             if point.layer is not None and not first <= point.layer < last:
                 raise UnknownName(f"{point.name} is not reached: this pass runs layers {first} to {last - 1}")
+
+    @overload
+    def run_with_cache(
+        self, input: Input, *, return_type: One = ..., **options: Unpack[Cached]
+    ) -> tuple[Tensor, ActivationCache]: ...
+    @overload
+    def run_with_cache(
+        self, input: Input, *, return_type: Literal["both"], **options: Unpack[Cached]
+    ) -> tuple[tuple[Tensor, Tensor], ActivationCache]: ...
+    @overload
+    def run_with_cache(
+        self, input: Input, *, return_type: None, **options: Unpack[Cached]
+    ) -> tuple[Tensor | None, ActivationCache]: ...
 
     def run_with_cache(
         self,
@@ -137,8 +221,8 @@ class Hooked(Transformer):
         points = self.names.resolve(names_filter)
         self._check_reached(names_filter, forward)
         cache = ActivationCache({}, self.names, self, gone=frozenset({"batch"} if remove_batch_dim else ()))
-        kept = {"gradients": incl_bwd, "device": device, "keep_graph": keep_graph}
-        with cache.recording(points, **kept, kv_cache=forward.get("kv_cache")):
+        kv_cache = forward.get("kv_cache")
+        with cache.recording(points, gradients=incl_bwd, device=device, keep_graph=keep_graph, kv_cache=kv_cache):
             output = self(input, **forward)
         if incl_bwd:
             self._check_graph(output)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from transformer_std.layouts import Residual
+
+if TYPE_CHECKING:
+    Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
+    # Text, texts, token ids [batch seq], chat messages, what a tokenizer returns, or with `start_at_layer` the stream.
+    Input = str | Sequence[str] | Ids | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+else:
+    Input = Any  # what is none of them is told by an error of ours
 
 
 def check_call(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from transformer_std.components.states import State
 from transformer_std.components.tracing import can_look
@@ -28,8 +28,8 @@ class KVCache:
         mask: [batch length], which of the positions read are real; None while all of them are.
     """
 
-    def __init__(self, model: nn.Module, length: int = 0):
-        self.config = model.config
+    def __init__(self, model: Any, length: int = 0):
+        self.config: object = model.config
         self.layers: list[State | None] = [block.new_state(length) for block in model.layers]
         self.batch: int | None = None
         self.mask: Tensor | None = None

@@ -23,7 +23,7 @@ def next_token_loss(
     """Cross-entropy, in nats and float32, of each real token given the real tokens before it: the mean, or
     `per_token`, with NaN where there is none."""
     seen = real is not None and can_look(real)
-    if tokens.shape[1] == 1 or (seen and not real.any()):
+    if tokens.shape[1] == 1 or (real is not None and seen and not real.any()):
         raise ValueError("the loss needs two real tokens in a row, and no row of the input has them")
     losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
     if per_token:

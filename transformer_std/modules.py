@@ -66,9 +66,9 @@ class Linear(Direct, nn.Linear):
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self._parameters
+        own: Any = self._parameters
         if "weight" in own and "bias" in own:  # they are not where a parametrization computes them
-            return F.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
+            return F.linear(x, own["weight"], own["bias"])
         return F.linear(x, self.weight, self.bias)
 
 

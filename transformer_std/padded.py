@@ -82,7 +82,7 @@ class PaddedTokens(Tensor):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
 
-    def __deepcopy__(self, memo: Any) -> PaddedTokens:
+    def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -114,7 +114,7 @@ def _write(fn: Callable[..., Any], tokens: PaddedTokens, args: Any, kwargs: Any)
         *where, put = args[1:]
         if isinstance(put, PaddedTokens):
             tokens.mask = None if put.mask is None else mask
-            real = put.mask if put.mask is None else put.mask.clone()
+            real: Any = put.mask if put.mask is None else put.mask.clone()
         else:
             real = torch.ones_like(put) if isinstance(put, Tensor) else 1
         if tokens.mask is not None:

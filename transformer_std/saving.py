@@ -133,7 +133,8 @@ def unlike_its_config(model: Transformer) -> str | None:
         if type(weight) not in (nn.Parameter, Tensor) or weight.layout != torch.strided:
             advice = GATHER if hasattr(weight, "full_tensor") else "make it a plain dense tensor first"
             return f"{name} is a {type(weight).__name__} ({weight.layout}): {advice}"
-        dtype = described.get_submodule(path).held_dtype(attribute, model.dtype)  # type: ignore[operator]
+        module: Any = described.get_submodule(path)
+        dtype = module.held_dtype(attribute, model.dtype)
         # What a load keeps wider, a cast of the model may have made as narrow as the rest: it is read wide again.
         if weight.dtype not in (dtype, model.dtype) or dtype not in DTYPES:
             return f"{name} is {weight.dtype} in a model of {model.dtype}, and would not be read as that: cast it first"
@@ -193,7 +194,7 @@ def write_weights(file: Path, tensors: dict[str, Tensor], header: dict[str, str]
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            out.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+            out.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -135,8 +135,9 @@ class Text:
                 "the tokenizer has no chat template, so chat messages cannot be read: give text, or set "
                 "model.tokenizer.chat_template"
             )
-        settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        return _read_encoding({"input_ids": self.tokenizer.apply_chat_template(messages, **settings)["input_ids"]})
+        settings: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        encoding: Any = self.tokenizer.apply_chat_template(messages, **settings)
+        return _read_encoding({"input_ids": encoding["input_ids"]})
 
     def to_string(self, tokens: Tensor | Sequence[int]) -> str | list[str]:
         """The text of token ids [seq], or the texts of ids [batch seq]."""
@@ -160,7 +161,7 @@ class Text:
     def token_name(self, token: int) -> str:
         """One token's text, with the space in front that is part of it. Where the token has no text of its own (a byte)
         the tokenizer's name for it, and `#5` for an id that the tokenizer does not have."""
-        own = self.tokenizer.convert_ids_to_tokens(token)
+        own: str | None = self.tokenizer.convert_ids_to_tokens([token])[0]
         if own is None:
             return f"#{token}"
         once, twice = (decode(self.tokenizer, [token] * count) for count in (1, 2))
@@ -178,7 +179,8 @@ class Text:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], skip_special: bool = False) -> str:
     """What tokens say, to the letter: no spaces are cleaned up."""
-    return tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
 
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole character

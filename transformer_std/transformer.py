@@ -23,7 +23,7 @@ from transformer_std.hooks.hook_point import HookPoint, laid_out_as
 from transformer_std.hooks.hosts import Host
 from transformer_std.hooks.names import Names
 from transformer_std.hooks.runs import IDLE, RUN
-from transformer_std.inputs import check_call, checked_positions, checked_stream, fitting_mask, layer_span
+from transformer_std.inputs import Input, check_call, checked_positions, checked_stream, fitting_mask, layer_span
 from transformer_std.kv_cache import KVCache
 from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
 from transformer_std.loss import next_token_loss, real_transitions
@@ -35,8 +35,7 @@ from transformer_std.weights import embedding_rows, linear_map
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Text, a list of texts, token ids [batch seq], or with `start_at_layer` the stream [batch seq hidden_size].
-Input = Any
+    from transformer_std.components.blocks import Blocks
 
 
 class Transformer(Text, Host):
@@ -80,7 +79,9 @@ class Transformer(Text, Host):
             self.without("this model has no learned positions", "position_embeddings")
         else:
             self.embed_positions = Embedding(learned.count + learned.offset, config.hidden_size)
-        self.layers = nn.ModuleList(BLOCKS[each.kind](each, config.hidden_size, eager) for each in config.layers)
+        self.layers: Blocks = nn.ModuleList(  # type: ignore[assignment]  # whose items are known to be blocks
+            BLOCKS[each.kind](each, config.hidden_size, eager) for each in config.layers
+        )
         self.norm = build_norm(config.norm, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
@@ -105,13 +106,15 @@ class Transformer(Text, Host):
             RuntimeError: weights have no memory (`model.to_empty(device=...)` gives it), or are not the model's own.
         """
         self.check_in_memory()
-        hosts = {name: self.get_submodule(name.rpartition(".")[0]) for name, _ in self.named_parameters()}  # tied: once
+        hosts: dict[str, Any] = {
+            name: self.get_submodule(name.rpartition(".")[0]) for name, _ in self.named_parameters()
+        }  # tied: once
         for name, host in hosts.items():
             if not isinstance(host, Direct):
                 raise RuntimeError(f"{name} is not the model's own, so nothing says how it starts")
         generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
         for name, host in hosts.items():
-            host.fill_fresh(name.rpartition(".")[2], self.config.initializer_range, generator)  # type: ignore[operator]
+            host.fill_fresh(name.rpartition(".")[2], self.config.initializer_range, generator)
 
     def check_in_memory(self) -> None:
         """Raises `RuntimeError` where weights that are about to be read are on disk, offloaded or never filled."""
@@ -182,6 +185,8 @@ class Transformer(Text, Host):
         if return_type in ("logits", None):
             return logits if return_type else None
         mask = None if mask is None else mask[:, -this.seq :]
+        assert logits is not None
+        assert tokens is not None
         loss = next_token_loss(logits, tokens, real_transitions(mask, this.packed), loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
@@ -255,6 +260,8 @@ class Transformer(Text, Host):
 
     def _position_embeddings(self, stream: Residual, this: Pass) -> Float[Tensor, "rows seq hidden_size"]:
         learned, positions = self.config.positions, this.positions
+        assert learned is not None
+        assert self.embed_positions is not None
         if positions is None:
             positions = torch.arange(this.seq, device=this.device)[None]
         if this.past + this.seq > learned.count or (can_look(positions) and int(positions.max()) >= learned.count):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -30,7 +31,7 @@ def linear_map(host: Host, name: str, width: int) -> tuple[Float[Tensor, "out wi
     Raises:
         UnreadableWeight: the weights are not in memory, or sharded; or the module is no linear map.
     """
-    module = host.get_submodule(name)
+    module: Any = host.get_submodule(name)
     if computes_as(module, Linear, nn.Linear):
         weight, bias = in_memory(module.weight, host, name), module.bias
         return weight, weight.new_zeros(len(weight)) if bias is None else bias
@@ -55,7 +56,7 @@ def linear_map(host: Host, name: str, width: int) -> tuple[Float[Tensor, "out wi
 
 def embedding_rows(host: Host, name: str, count: int) -> Float[Tensor, "count width"]:
     """What `host`'s embedding `name` makes of each of `count` ids. Raises `UnreadableWeight` as `linear_map`."""
-    module = host.get_submodule(name)
+    module: Any = host.get_submodule(name)
     if computes_as(module, nn.Embedding):
         return in_memory(module.weight, host, name)
     ids = torch.arange(count, device=in_memory(_some_tensor(module), host, name).device)

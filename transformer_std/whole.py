@@ -22,7 +22,7 @@ from typing import Any
 try:
     import fcntl
 except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
 ROOM, LOCK, WRITTEN, MOVING = ".transformer_std.saving", "lock", "written", "moving"
 

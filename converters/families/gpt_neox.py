@@ -70,5 +70,5 @@ def config(hf: ConfigReader) -> TransformerConfig:
     norm = Norm("layer", hf.number("layer_norm_eps"))
     attention = parts.attention(hf, rotary=rotary(hf, hf.heads()[2], contiguous=True), fused="by_head")
     mlp = Mlp(hf.whole("intermediate_size"), hf.one_of("hidden_act", ACTIVATIONS), "plain", bias=True)
-    kind = "parallel_two_norms" if hf.flag("use_parallel_residual") else "sequential"
-    return parts.transformer(hf, [Layer(kind, norm, attention, mlp)] * hf.count, norm, padding_id=None)
+    layer = Layer("parallel_two_norms" if hf.flag("use_parallel_residual") else "sequential", norm, attention, mlp)
+    return parts.transformer(hf, [layer] * hf.count, norm, padding_id=None)

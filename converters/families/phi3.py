@@ -10,9 +10,10 @@ import dataclasses
 from typing import Any
 
 from converters import parts
+from converters import rope as ropes
 from converters.hf_config import ConfigReader
 from converters.parts import OURS, THEIRS
-from converters.places import Output, first_half, fused_keys, fused_queries, second_half
+from converters.places import Output, Places, first_half, fused_keys, fused_queries, second_half
 from converters.rope import SCALINGS, Settings, rotary
 from converters.rules import Copy
 from transformer_std.components.mlp import ACTIVATIONS
@@ -26,7 +27,7 @@ WEIGHTS = [
     Copy(THEIRS + "self_attn.qkv_proj.weight", OURS + "self_attn.projections.qkv.weight"),
     Copy(THEIRS + "mlp.gate_up_proj.weight", OURS + "mlp.gate_up.weight"),
 ]
-FUSED = {
+FUSED: dict[str, Places] = {
     OURS + "self_attn.attention_queries_before_rotary": Output(THEIRS + "self_attn.qkv_proj", view=fused_queries),
     OURS + "self_attn.attention_keys_before_rotary": Output(THEIRS + "self_attn.qkv_proj", view=fused_keys),
     OURS + "mlp.mlp_preactivation": Output(THEIRS + "mlp.gate_up_proj", view=first_half),
@@ -61,7 +62,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
 
 def longrope(rope: Settings, dims: int) -> Scaling:
     """Its generation reads the text again where it passes the original length."""
-    return dataclasses.replace(SCALINGS["longrope"](rope, dims), rereads=True)
+    return dataclasses.replace(ropes.longrope(rope, dims), rereads=True)
 
 
 SCALING = {"default": SCALINGS["default"], "longrope": longrope, **dict.fromkeys(FIRST_NAMES, longrope)}

@@ -6,6 +6,7 @@ Release: https://huggingface.co/microsoft/Phi-3.5-MoE-instruct (SparseMixer-v2, 
 """
 
 from converters import parts
+from converters import rope as ropes
 from converters.hf_config import ConfigReader
 from converters.parts import OURS, THEIRS
 from converters.places import Between, tokens_apart
@@ -55,7 +56,7 @@ def config(hf: ConfigReader) -> TransformerConfig:
 def longrope(rope: Settings, dims: int) -> Scaling:
     """We follow transformers (5.24): past the original length it turns the scale long and keeps the short factors."""
     short, long = rope.number("short_mscale"), rope.number("long_mscale")
-    made, key = SCALINGS["longrope"](rope, dims), "original_max_position_embeddings"
+    made, key = ropes.longrope(rope, dims), "original_max_position_embeddings"
     factors = {"short_factors": made.short_factors, "long_factors": made.short_factors}
     length = rope.take(key, rope.hf.take("max_position_embeddings"))
     return LongRope(**factors, original_length=length, scale=short, long_scale=long, rereads=True)

@@ -132,28 +132,36 @@ def diff(
             tokens.
     """
     dtype = as_dtype(dtype)
-    ours = [_load(source, dtype, attn_implementation) for source in (a, b)]
+    first, second = _load(a, dtype, attn_implementation), _load(b, dtype, attn_implementation)
     uncompared: dict[str, str] = {}
-    parameters, weights = _compare_parameters(*ours, uncompared)
+    parameters, weights = _compare_parameters(first, second, uncompared)
     found: dict[str, Change] = {}
     readings, values = [], 0
-    for label, tokens in _inputs(*ours, prompts, token_files):
-        caches = [_run(model, tokens) for model in ours]
-        values = _compare_values(*caches, found, uncompared)
-        readings.append(_reading(label, tokens, *(cache["logits"] for cache in caches)))
-    names = [str(source) if isinstance(source, (str, Path)) else type(source).__name__ for source in (a, b)]
-    order = [name for name in ours[0].names.points if name in found]
+    for label, tokens in _inputs(first, second, prompts, token_files):
+        one, other = _run(first, tokens), _run(second, tokens)
+        values = _compare_values(one, other, found, uncompared)
+        readings.append(_reading(label, tokens, one["logits"], other["logits"]))
+    order = [name for name in first.names.points if name in found]
     return Difference(
-        *names,
-        dtypes=tuple(str(model.embed_tokens.weight.dtype).removeprefix("torch.") for model in ours),
+        _called(a),
+        _called(b),
+        dtypes=(_dtype_name(first), _dtype_name(second)),
         attn_implementation=attn_implementation,
-        settings=_settings(*ours),
+        settings=_settings(first, second),
         parameters=tuple(parameters),
         values=tuple(found[name] for name in order),
         readings=tuple(readings),
         compared=(weights, values),
         uncompared=uncompared,
     )
+
+
+def _called(source: Any) -> str:
+    return str(source) if isinstance(source, (str, Path)) else type(source).__name__
+
+
+def _dtype_name(model: HookedTransformer) -> str:
+    return str(model.embed_tokens.weight.dtype).removeprefix("torch.")
 
 
 def _load(source: Any, dtype: torch.dtype | None, attn_implementation: str) -> HookedTransformer:
@@ -249,15 +257,15 @@ def _inputs(
 ) -> list[tuple[str, Tensor]]:
     """What to compare on, with its label: token ids of both vocabularies."""
     vocab_size = min(a.vocab_size, b.vocab_size)
-    if not prompts and not token_files:
-        texts = [(text, _tokens(text, a, b)) for text in PROMPTS]
-        if any(tokens is None for _, tokens in texts):
+    read: list[tuple[str, Tensor]] = []
+    for text in prompts if prompts or token_files else PROMPTS:
+        if (tokens := _tokens(text, a, b)) is not None:
+            read.append((text, tokens))
+        elif text in prompts:
+            raise CheckpointError(f"the two do not read {text!r} as the same tokens: give token ids instead")
+        else:
             return random_tokens(vocab_size, min(a.config.max_length, b.config.max_length))
-        return texts
-    read = [(text, _tokens(text, a, b)) for text in prompts] + [read_tokens(file) for file in token_files]
-    for label, tokens in read:
-        if tokens is None:
-            raise CheckpointError(f"the two do not read {label!r} as the same tokens: give token ids instead")
+    for label, tokens in (read := read + [read_tokens(file) for file in token_files]):
         if int(tokens.max()) >= vocab_size:
             raise CheckpointError(f"{label} has token {int(tokens.max())}, and one vocabulary is of {vocab_size}")
     return read

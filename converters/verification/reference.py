@@ -74,7 +74,9 @@ class Run:
         return self.views[name](self.bases[name]).detach()
 
     def grad(self, name: str) -> Tensor:
-        return self.views[name](self.bases[name].grad)
+        found = self.bases[name].grad
+        assert found is not None
+        return self.views[name](found)
 
 
 class Reference:
@@ -94,7 +96,7 @@ class Reference:
         returns the new value or edits in place."""
         run = Run(dict(edits or {}))
         with contextlib.ExitStack() as stack:
-            self._hook_modules(run, tuple(tokens.shape), stack)
+            self._hook_modules(run, (tokens.shape[0], tokens.shape[1]), stack)
             stack.enter_context(self._hook_attention(run))
             run.logits = self.model(tokens, **inputs).logits
         return run
@@ -106,7 +108,7 @@ class Reference:
                 options = places if isinstance(places, list) else [places]
                 there = [place for place in options if place.module.format(i=i) in modules]
                 if there:
-                    at = At(self.config.layers[i], size)
+                    at = At(self.config.attending[i], size)
                     if not _has(at.layer, pattern):
                         continue
                     _hook(run, pattern.format(i=i), there[0], modules[there[0].module.format(i=i)], at, stack)
@@ -132,17 +134,20 @@ class Reference:
 def _has(layer: Block, pattern: str) -> bool:
     """Whether a block of this wiring has the value; those further in are where their modules are."""
     value = pattern.removeprefix("layers.{i}.")
-    return value not in vocabulary("block") or value in own_values(BLOCKS[layer.kind])
+    block = BLOCKS[layer.kind]
+    return value not in vocabulary("block") or (isinstance(block, type) and value in own_values(block))
 
 
 def _hook(run: Run, name: str, place: Place | Between, module: Any, at: At, stack: contextlib.ExitStack) -> None:
-    view = functools.partial(place.view, at=at) if place.view else as_it_is
-    meet = functools.partial(run.meet, name, view=view, stream=getattr(place, "stream", False))
-    if getattr(place, "each_row", False):
-        shared = meet
+    seen = place.view
 
-        def meet(x: Tensor) -> Tensor:
-            return shared(x.expand(at.size[0], -1, -1).clone())
+    def view(x: Tensor) -> Tensor:
+        return x if seen is None else seen(x, at)
+
+    def meet(x: Tensor) -> Tensor:
+        if getattr(place, "each_row", False):
+            x = x.expand(at.size[0], -1, -1).clone()
+        return run.meet(name, x, view, stream=getattr(place, "stream", False))
 
     if isinstance(place, Between):
         _intercept(module, {place.function: functools.partial(_meet_call, meet, place.side)}, stack)

@@ -127,7 +127,7 @@ def verify(
     with _released(source, dtype, revision) as (folder, config, tensors, rules):
         if dtype is None and config.dtype is not None:
             dtype = DTYPES[config.dtype]
-        if dtype == torch.float64 and any(isinstance(layer.mlp, Mixture) for layer in config.layers):
+        if dtype == torch.float64 and any(isinstance(layer.mlp, Mixture) for layer in config.attending):
             raise CheckpointError("transformers' experts have no float64: verify a mixture in float32")
         family = module_of(config)
         theirs = _load_theirs(folder, dtype or "auto", attention_of(family, attn_implementation))
@@ -165,6 +165,7 @@ def _released(
         with _exported(HookedTransformer.from_pretrained(release.folder, dtype=dtype)) as exported:
             yield exported, release.config, release.tensors, release.rules
     else:
+        assert release.folder is not None  # a live model of transformers' is no source of this
         yield release.folder, release.config, release.tensors, release.rules
 
 

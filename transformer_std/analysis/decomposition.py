@@ -223,7 +223,7 @@ def in_graph_of(*values: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def frozen(host: Host, name: str, stack: Stack, whole: Float[Tensor, "*axes hidden_size"]) -> Stack:
     """The norm `name` of `host` as the linear map that it was on `whole`, without its bias."""
-    weight, norm = own_weight(host, name, "weight", RMSNorm, LayerNorm), host.get_submodule(name)
+    weight, norm = own_weight(host, name, "weight", RMSNorm, LayerNorm), getattr(host, name)
     with in_graph_of(stack, whole):
         return norm.frozen(stack.float(), whole.float(), weight).to(stack.dtype)
 

@@ -17,13 +17,14 @@ from transformer_std.hooking import Hooked
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.names import NamesFilter, UnknownName
 from transformer_std.hooks.transformer_lens import axis
+from transformer_std.inputs import Input
 from transformer_std.layouts import axes, describe
 
 
 @torch.no_grad()
 def activation_patching(
     model: Hooked,
-    corrupted: Any,
+    corrupted: Input,
     clean: Any,
     value: NamesFilter,
     metric: Metric,

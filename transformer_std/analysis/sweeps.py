@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -17,7 +17,10 @@ from transformer_std.layouts import Tokens
 
 RunLogits = Float[Tensor, "batch seq vocab_size"]
 # From the logits of one run to a number, or to a tensor [batch].
-Metric = Any
+if TYPE_CHECKING:
+    Metric = Callable[[Tensor], Tensor | float]
+else:
+    Metric = Any  # one that is none is told by an error of ours
 Cell = tuple[int, ...]
 
 
@@ -57,9 +60,8 @@ def run_cells(
         TypeError: a metric that gives no number.
     """
     alone = any(point.watched for point in model.names.points.values())
-    inputs = dict.fromkeys((job.point.layer for job in jobs), tokens)
-    if not alone:
-        inputs = _entering(model, tokens, mask, list(inputs))
+    layers = list(dict.fromkeys(job.point.layer for job in jobs))
+    inputs = dict.fromkeys(layers, tokens) if alone else _entering(model, tokens, mask, layers)
     at_once = 1 if alone else max(1, batch_size // len(tokens))
     measured = []
     with _bar(doing, sum(len(job.cells) for job in jobs)) as advance:
@@ -78,11 +80,12 @@ def run_cells(
     return torch.stack(measured)
 
 
-def _entering(model: Hooked, tokens: Tokens, mask: Tensor | None, layers: list[int]) -> dict[int, Tensor]:
+def _entering(model: Hooked, tokens: Tokens, mask: Tensor | None, layers: list[int | None]) -> dict[int | None, Tensor]:
     """The stream that enters each of `layers`."""
-    names = [("layer_input", layer) for layer in layers]
-    _, cache = model.run_with_cache(tokens, names_filter=names, attention_mask=mask, stop_at_layer=max(layers) + 1)
-    return {layer: cache["layer_input", layer] for layer in layers}
+    numbers = [layer for layer in layers if layer is not None]
+    names = [("layer_input", layer) for layer in numbers]
+    _, cache = model.run_with_cache(tokens, names_filter=names, attention_mask=mask, stop_at_layer=max(numbers) + 1)
+    return {layer: cache["layer_input", layer] for layer in numbers}
 
 
 def _measured(metric: Metric, run: RunLogits) -> Tensor:

@@ -24,7 +24,7 @@ from transformer_std.components.kernels import (
     positions_first,
     wide_scores,
 )
-from transformer_std.components.norms import RMSNorm, build_norm
+from transformer_std.components.norms import AnyNorm, norm_or_none
 from transformer_std.components.projections import (
     PROJECTIONS,
     WeightAndBias,
@@ -37,7 +37,7 @@ from transformer_std.components.states import LayerKV
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host
 from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Values
-from transformer_std.modules import LayerNorm, Linear
+from transformer_std.modules import Linear
 from transformer_std.weights import UnreadableWeight, linear_map
 
 
@@ -68,14 +68,15 @@ class Attention(Host):
         super().__init__()
         self.cfg, self.hidden_size, self.eager = cfg, hidden_size, eager
         scale = cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale
-        self.query_scale, self.scale = (scale, 1.0) if cfg.scaled_queries else (1.0, scale)
+        self.query_scale = scale if cfg.scaled_queries else 1.0
+        self.scale = 1.0 if cfg.scaled_queries else scale
         self.projections = PROJECTIONS[cfg.fused](cfg, hidden_size)
         over = {"head": (1, 1), "heads": (cfg.num_heads, cfg.num_kv_heads)}[cfg.qk_norm_over]
-        self.q_norm = build_norm(cfg.qk_norm, over[0] * cfg.head_dim)
-        self.k_norm = build_norm(cfg.qk_norm, over[1] * cfg.head_dim)
+        self.q_norm = norm_or_none(cfg.qk_norm, over[0] * cfg.head_dim)
+        self.k_norm = norm_or_none(cfg.qk_norm, over[1] * cfg.head_dim)
         self.gate = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=False) if cfg.output_gate else None
         self.o = Linear(cfg.num_heads * cfg.head_dim, hidden_size, bias=cfg.output_bias)
-        self.post_norm = build_norm(post_norm, hidden_size)
+        self.post_norm = norm_or_none(post_norm, hidden_size)
         if not cfg.output_gate:
             self.without("this attention has no output gate", "attention_gate")
         if not post_norm:
@@ -102,7 +103,7 @@ class Attention(Host):
         return self.attention_output(out)
 
     def normed(
-        self, x: Float[Tensor, "batch heads seq dim"], norm: RMSNorm | LayerNorm | None
+        self, x: Float[Tensor, "batch heads seq dim"], norm: AnyNorm | None
     ) -> Float[Tensor, "batch heads seq dim"]:
         if norm is None:
             return x

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
 
 from transformer_std import config
 from transformer_std.components.attention import Attention
 from transformer_std.components.kernels import Mask
 from transformer_std.components.mixture import Mixture
 from transformer_std.components.mlp import MLPS, Mlp
-from transformer_std.components.norms import build_norm
+from transformer_std.components.norms import AnyNorm, norm_or_none
 from transformer_std.components.rotary import Angles
 from transformer_std.components.sharing import Need, Sees, Turns
 from transformer_std.components.states import LayerKV, State
@@ -52,9 +55,13 @@ class AttentionBlock(Block):
     # Which norm reads the stream for each sublayer, and which value the stream is there.
     readers: ClassVar[Readers] = {"attention": ("attention_norm", "layer_input"), "mlp": ("mlp_norm", "layer_mid")}
 
+    attention_norm: AnyNorm
+    mlp_norm: AnyNorm
+
     def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
         super().__init__()
-        self.attention_norm = build_norm(cfg.norm, hidden_size)
+        if (norm := self.readers["attention"][0]) is not None:
+            self.register_module(norm, norm_or_none(cfg.norm, hidden_size))
         self.self_attn = Attention(cfg.attention, hidden_size, cfg.post_norm, eager)
         self.mlp = build_mlp(cfg.mlp, hidden_size, cfg.post_norm)
 
@@ -77,7 +84,7 @@ class SequentialBlock(AttentionBlock):
 
     def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
         super().__init__(cfg, hidden_size, eager)
-        self.mlp_norm = build_norm(cfg.norm, hidden_size)
+        self.register_module("mlp_norm", norm_or_none(cfg.norm, hidden_size))
 
     @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
@@ -146,7 +153,7 @@ class TwoNormParallelBlock(AttentionBlock):
 
     def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
         super().__init__(cfg, hidden_size, eager)
-        self.mlp_norm = build_norm(cfg.norm, hidden_size)
+        self.register_module("mlp_norm", norm_or_none(cfg.norm, hidden_size))
 
     @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
@@ -157,7 +164,16 @@ class TwoNormParallelBlock(AttentionBlock):
         return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
 
 
-BLOCKS: dict[str, type[Block]] = {
+if TYPE_CHECKING:
+
+    class Blocks(nn.ModuleList):
+        """A model's blocks, which attend in every released model."""
+
+        def __iter__(self) -> Iterator[AttentionBlock]: ...
+        def __getitem__(self, i: int) -> AttentionBlock: ...  # type: ignore[override]  # we take no slices
+
+
+BLOCKS: dict[str, Callable[..., Block]] = {
     "sequential": SequentialBlock,
     "post_normed": PostNormedBlock,
     "parallel": ParallelBlock,

@@ -31,14 +31,15 @@ def mix_fast(q: Queries, k: AllKeys, v: AllValues, mask: Mask, scale: float) -> 
     queries, groups = q.shape[2], q.shape[1] // k.shape[1]
     shares = groups > 1 and mask is None and k.shape[-1] <= SHARED_UP_TO
     # In this order a bool, too, where a compiler has symbols for sizes.
-    call = {"attn_mask": mask, "scale": scale, "is_causal": queries > 1 and mask is None, "enable_gqa": shares}
+    whole, attend = queries > 1 and mask is None, F.scaled_dot_product_attention
     if groups == 1 or shares:
-        return positions_first(F.scaled_dot_product_attention(q, k, v, **call))
+        return positions_first(attend(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=shares))
     if queries == 1:  # one token: a group's queries stand in for positions, nothing is repeated
         q = rearrange(q, "batch (kv_head group) 1 dim -> batch kv_head group dim", group=groups)
-        heads = F.scaled_dot_product_attention(q, k, v, **call)
+        heads = attend(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=shares)
         return positions_first(rearrange(heads, "batch kv_head group dim -> batch (kv_head group) 1 dim"))
-    return positions_first(F.scaled_dot_product_attention(q, expand_kv(k, groups), expand_kv(v, groups), **call))
+    k, v = expand_kv(k, groups), expand_kv(v, groups)
+    return positions_first(attend(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=shares))
 
 
 def positions_first(heads: Float[Tensor, "batch num_heads seq head_dim"]) -> HeadOutputs:

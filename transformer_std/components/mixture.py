@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_std import config
 from transformer_std.components.experts import Experts
 from transformer_std.components.mlp import SharedExpert
-from transformer_std.components.norms import build_norm
+from transformer_std.components.norms import norm_or_none
 from transformer_std.components.routers import ROUTERS, Choice
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host, Missing
@@ -69,7 +69,7 @@ class Mixture(Host):
         self.experts = Experts(cfg, hidden_size)
         self.shared_experts = shared_experts(cfg.shared, hidden_size)
         self.shared_gate = Linear(hidden_size, 1, bias=False) if cfg.shared_gate else None
-        self.post_norm = build_norm(post_norm, hidden_size)
+        self.post_norm = norm_or_none(post_norm, hidden_size)
         if scoring == "sparsemixer":
             self.without("sparsemixer scores each slot on its own: read router_logits", "router_scores")
         if not cfg.shared:
@@ -123,10 +123,11 @@ class Mixture(Host):
         return torch.float32 if name == "expert_bias" else dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        bias = None if self.expert_bias is None else self.expert_bias.data
+        before = None if self.expert_bias is None else self.expert_bias.data
         super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias.dtype != bias.dtype:  # model.half() and the like leave it as it is
-            self.expert_bias.data = bias.to(self.expert_bias.device)
+        bias = self.expert_bias
+        if bias is not None and before is not None and bias.dtype != before.dtype:  # model.half() and the like
+            bias.data = before.to(bias.device)
         return self
 
     @property

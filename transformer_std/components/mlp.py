@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_std import config
-from transformer_std.components.norms import build_norm
+from transformer_std.components.norms import norm_or_none
 from transformer_std.components.reuse import free
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host
@@ -64,7 +64,7 @@ class Mlp(Host):
         self.cfg, self.hidden_size = cfg, hidden_size
         self.activation = ACTIVATIONS[cfg.activation]
         self.down = Linear(cfg.intermediate_size, hidden_size, bias=cfg.bias)
-        self.post_norm = build_norm(post_norm, hidden_size)
+        self.post_norm = norm_or_none(post_norm, hidden_size)
         if not post_norm:
             self.without("no norm follows this MLP: read mlp_output", "mlp_unnormed_output")
 

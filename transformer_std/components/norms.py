@@ -51,7 +51,12 @@ class RMSNorm(Norm):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def build_norm(norm: config.Norm | None, size: int) -> RMSNorm | LayerNorm | None:
-    if norm is None:
-        return None
+AnyNorm = RMSNorm | LayerNorm
+
+
+def build_norm(norm: config.Norm, size: int) -> AnyNorm:
     return LayerNorm(size, eps=norm.eps) if norm.kind == "layer" else RMSNorm(size, norm)
+
+
+def norm_or_none(norm: config.Norm | None, size: int) -> AnyNorm | None:
+    return None if norm is None else build_norm(norm, size)

@@ -25,7 +25,7 @@ def free(x: Tensor, y: Tensor) -> bool:
 
 
 def times(x: Tensor, y: Tensor | float) -> Tensor:
-    return x.mul_(y) if free(x, x if type(y) is float else y) else x * y
+    return x.mul_(y) if free(x, y if isinstance(y, Tensor) else x) else x * y
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:

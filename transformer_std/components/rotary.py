@@ -73,8 +73,9 @@ def inverse_frequencies(rotary: Rotary, past: bool, device: torch.device) -> Fre
     """Radians a position for each pair of rotated dimensions, computed in float32 on the CPU on every device; with
     `past`, those of a pass past longrope's original length."""
     by = rotary.scaling
-    frequencies = longrope(rotary, by.long_factors) if past else STRETCHED[type(by)](rotary, by)
-    return frequencies.to(device)
+    if past and isinstance(by, config.LongRope):
+        return longrope(rotary, by.long_factors).to(device)
+    return STRETCHED[type(by)](rotary, by).to(device)
 
 
 def grown_frequencies(rotary: Rotary, by: config.Dynamic, length: Int[Tensor, ""]) -> Frequencies:

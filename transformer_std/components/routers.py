@@ -82,8 +82,8 @@ class _Heun(torch.autograd.Function):
         return share * factor
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        share, chosen, shares = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        share, chosen, shares = ctx.saved_tensors
         grad = grad * share
         return (shares * -grad).scatter_add(-1, chosen, grad), None, None, None, None
 

@@ -53,13 +53,14 @@ class LayerKV(State):
             self._keys, self._values = self._joined(self._keys, keys), self._joined(self._values, values)
             self._start, self._end = 0, kept + new
             return self._keys, self._values
-        if self._keys is None or self._values is None or not self._takes(self._keys, new):
-            self._grow(keys, values, kept, new)
-        self._keys[:, :, self._end : self._end + new] = keys  # type: ignore[index]
-        self._values[:, :, self._end : self._end + new] = values  # type: ignore[index]
+        k, v = self._keys, self._values
+        if k is None or v is None or not self._takes(k, new):
+            k, v = self._keys, self._values = self._grown(keys, values, kept, new)
+        fresh = slice(self._end, self._end + new)
+        k[:, :, fresh], v[:, :, fresh] = keys, values
         self._end += new
         seen = slice(self._start, self._end)
-        return self._keys[:, :, seen], self._values[:, :, seen]  # type: ignore[index]
+        return k[:, :, seen], v[:, :, seen]
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> LayerKV:
         """Another, which holds what `fn` makes of the filled part of this one's keys and values."""
@@ -86,12 +87,13 @@ class LayerKV(State):
     def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
         return new if held is None else torch.cat((held[:, :, self._start : self._end], new), dim=2)
 
-    def _grow(self, keys: Tensor, values: Tensor, kept: int, new: int) -> None:
-        """New room: views that were handed out keep what they show."""
+    def _grown(self, keys: Tensor, values: Tensor, kept: int, new: int) -> tuple[Tensor, Tensor]:
+        """New room, with what is kept: views that were handed out keep what they show."""
         room = max(self._room if self.window is None else 0, -(-(kept + new) // CHUNK) * CHUNK + CHUNK)
         held = (self._keys, self._values)
         fresh = [each.new_empty(*each.shape[:2], room, each.shape[3]) for each in (keys, values)]
         for old, to in zip(held, fresh, strict=True):
             if old is not None:
                 to[:, :, :kept] = old[:, :, self._start : self._end]
-        (self._keys, self._values), self._start, self._end = fresh, 0, kept
+        self._start, self._end = 0, kept
+        return fresh[0], fresh[1]

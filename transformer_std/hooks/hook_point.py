@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from torch import Tensor
 from transformer_std.hooks.runs import Scope, heard_now, step_now
 from transformer_std.layouts import describe, is_integer
 
-HookFn = Callable[[Any, Any], Any]  # of a value, or its gradient, and the hook point
+# Of a value, or its gradient, and the hook point, to the new value, or None to leave it.
+if TYPE_CHECKING:
+    HookFn = Callable[[Any, "HookPoint"], Tensor | None]
+else:
+    HookFn = Callable[[Any, Any], Any]
 
 
 LOCK = threading.Lock()  # of the points' handles: several threads may use one model

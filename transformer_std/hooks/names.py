@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
@@ -15,7 +16,11 @@ from transformer_std.hooks.hook_point import HookFn, HookPoint
 from transformer_std.hooks.hosts import Host, Unavailable, vocabulary
 
 # A full name, a value name, a (value, layer) pair, a glob, a list of these, a function of the full name, or None.
-NamesFilter = Any
+if TYPE_CHECKING:
+    Name = str | tuple[str, SupportsIndex] | HookPoint
+    NamesFilter = Name | Iterable[Name] | Callable[[str], bool] | None
+else:
+    NamesFilter = Any  # what is none of them is told by an error of ours
 
 
 class Target(NamedTuple):
@@ -160,7 +165,7 @@ class Names:
             raise Unavailable(f"{value} is unavailable on every layer: {next(iter(entries))}")
         return found
 
-    def at(self, value: str, layer: Integral) -> Target:
+    def at(self, value: str, layer: SupportsIndex) -> Target:
         """The hook point of `value` in block `layer` (negative: from the last block)."""
         if value not in self.by_value and value in transformer_lens.SHORT:
             return self._by_theirs(self.at(transformer_lens.SHORT[value], layer).point)
@@ -177,7 +182,7 @@ class Names:
             raise Unavailable(f"{value} is unavailable on layer {index}: {entry}")
         return Target(entry)
 
-    def one(self, name: str | tuple[str, Integral]) -> Target:
+    def one(self, name: str | tuple[str, SupportsIndex]) -> Target:
         """The one hook point that `name` or `(value, layer)` means; for look-ups."""
         if isinstance(name, tuple):
             return self.at(*name[:2])
@@ -211,11 +216,12 @@ class Names:
             return [point for each in names_filter for point in self.explicit(each)]
         return []
 
-    def layer(self, layer: Integral) -> int:
+    def layer(self, layer: SupportsIndex) -> int:
         """A block's number; a negative one counts from the last."""
-        if not -self.num_layers <= layer < self.num_layers:
+        at = operator.index(layer)
+        if not -self.num_layers <= at < self.num_layers:
             raise UnknownName(f"layer {layer} is out of range: the model has layers 0 to {self.num_layers - 1}")
-        return int(layer) % self.num_layers
+        return at % self.num_layers
 
     def miss(self, name: str) -> KeyError:
         """The error for a `name` without a hook point: `Unavailable` with its reason, or the closest names."""

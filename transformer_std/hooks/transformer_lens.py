@@ -99,10 +99,11 @@ class TheirPoint:
 def spoken(fn: HookFn, point: HookPoint, name: str, positions_first: bool) -> HookFn:
     """`fn` as it is called at `point`: it hears `name` from its hook, and sees [batch seq head dim] where
     `positions_first`."""
-    return functools.partial(_call, fn, TheirPoint(point, name), positions_first)
+    there: Any = TheirPoint(point, name)
+    return functools.partial(_call, fn, there, positions_first)
 
 
-def _call(fn: HookFn, point: TheirPoint, positions_first: bool, value: Tensor, hook: HookPoint) -> Any:
+def _call(fn: HookFn, point: Any, positions_first: bool, value: Tensor, hook: HookPoint) -> Any:
     if not positions_first:
         return fn(value, point)
     seen = rearrange(value, "batch head seq dim -> batch seq head dim")
