@@ -20,10 +20,8 @@ from typer.testing import CliRunner
 import converters
 from converters import cli
 from converters.demo import make_tokenizer
-from tests.tiny import BASES, Recipe
+from tests.tiny import BASES, Folders, Recipe
 from transformer_std.components import functions
-
-Folders = Callable[[Recipe], Path]
 
 
 @pytest.fixture
@@ -50,7 +48,6 @@ def test_demo(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     assert config.stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_verify(base: Recipe, attn: str, run: Callable[..., tuple[int, str]], checkpoints: Folders) -> None:
     folder = checkpoints(base)
