@@ -93,22 +93,21 @@ def test_repetition_penalty_when_greedy(checkpoints: Folders) -> None:
 
 
 @pytest.mark.quick
-def test_end_tokens(own_copy: Folders) -> None:
+def test_end_tokens(base: Recipe, own_copy: Folders) -> None:
     """From the checkpoint's generation config, a list too; a finished row is padded, and all finished ends it."""
     whole = torch.ones_like(prompt())  # the pad id in it is a token
-    for base in BASES:
-        folder = own_copy(base)
-        model, reference = both(folder, "sdpa")
-        free = model.generate(prompt(), max_new_tokens=NEW, stop_at_eos=False)[:, LENGTH:]
-        assert free.shape == (2, NEW)
-        ends = [int(free[0, 2]), int(free[1, 5])]
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 9}))
-        model, reference = both(folder, "sdpa")
-        ours = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole)
-        assert torch.equal(ours, theirs(reference, prompt()))
-        assert ours.shape[1] <= LENGTH + 6
-        given = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole, eos_token_id=ends[0])
-        assert torch.equal(given, theirs(reference, prompt(), eos_token_id=ends[0]))
+    folder = own_copy(base)
+    model, reference = both(folder, "sdpa")
+    free = model.generate(prompt(), max_new_tokens=NEW, stop_at_eos=False)[:, LENGTH:]
+    assert free.shape == (2, NEW)
+    ends = [int(free[0, 2]), int(free[1, 5])]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 9}))
+    model, reference = both(folder, "sdpa")
+    ours = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole)
+    assert torch.equal(ours, theirs(reference, prompt()))
+    assert ours.shape[1] <= LENGTH + 6
+    given = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole, eos_token_id=ends[0])
+    assert torch.equal(given, theirs(reference, prompt(), eos_token_id=ends[0]))
 
 
 def test_batched_rows_write_what_they_write_alone(model: HookedTransformer) -> None:

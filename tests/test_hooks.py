@@ -17,8 +17,6 @@ from tests.tiny import BASES, LENGTH, Folders, Recipe, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.hook_points import HookPoint
 
-pytestmark = pytest.mark.quick
-
 PHI, PHI3 = BASES[0], next(recipe for recipe in BASES if recipe.family == "phi3")
 
 
@@ -410,7 +408,8 @@ def test_cached_values_are_not_edited_later(model: HookedTransformer) -> None:
         value.zero_()
 
     compared = 0
-    for target in clean.keys() - {"input_ids", "attention_mask", "input_size", "next_token_probs"}:
+    inputs = {"input_ids", "attention_mask", "input_size", "next_token_probs"}
+    for target in [name for name in clean if name not in inputs and not name.startswith(("layers.0", "layers.1"))]:
         with model.hooks(fwd_hooks=[(target, zero)]):
             _, edited = model.run_with_cache(prompt())
         before = list(clean)[: list(clean).index(target)]

@@ -131,7 +131,6 @@ def test_every_module_can_be_imported_first() -> None:
     run(code)
 
 
-@pytest.mark.quick
 def test_import_loads_neither_transformers_nor_the_hub() -> None:
     code = "import sys, json, transformer_std; print(json.dumps(sorted(sys.modules)))"
     loaded = set(json.loads(run(code)))
