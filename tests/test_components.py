@@ -12,8 +12,6 @@ from transformer_std.components.kernels import masked_scores, mix_fast
 from transformer_std.components.positions import causal, rotary_angles, turn, visible
 from transformer_std.config import Rotary
 
-pytestmark = pytest.mark.quick
-
 
 def test_rotary_turns_pairs_and_passes_the_tail() -> None:
     rotary = Rotary(dims=6, theta=100.0, joined=True)

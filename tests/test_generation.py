@@ -21,20 +21,12 @@ import transformers
 from torch import Tensor
 
 from converters.tiny import make_checkpoint
-from tests.test_families import both
-from tests.tiny import BASES, BOUNDARY, LENGTH, RECIPES, VOCAB, Recipe, build, edit_config, prompt
+from tests.oracle import both
+from tests.tiny import BASES, BOUNDARY, LENGTH, MASK, NAMED, VOCAB, Folders, Recipe, build, edit_config, prompt
 from transformer_std import HookedTransformer, KVCache
 
-Folders = Callable[[Recipe], Path]
-NAMED = {recipe.id: recipe for recipe in RECIPES}
-NEW = 12  # across every window and boundary of the recipes
-MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])
-WINDOW = next(recipe for recipe in RECIPES if recipe.id == "phi3-window")
-
-
-@pytest.fixture(params=BASES, ids=lambda base: base.id)
-def model(request: pytest.FixtureRequest, checkpoints: Folders) -> HookedTransformer:
-    return HookedTransformer.from_pretrained(checkpoints(request.param))
+NEW = 8  # across every window and boundary of the recipes
+WINDOW = NAMED["phi3-window"]
 
 
 def theirs(reference: Any, tokens: Tensor, mask: Tensor | None = None, **settings: Any) -> Tensor:
@@ -47,15 +39,21 @@ def theirs(reference: Any, tokens: Tensor, mask: Tensor | None = None, **setting
 # -- tokens ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_greedy_is_transformers(recipe: Recipe, attn: str, checkpoints: Folders) -> None:
-    """Every variant: padded and not, across windows and longrope's boundary, with the cache and without."""
-    model, reference = both(checkpoints(recipe), attn)
+def test_greedy_is_transformers(recipe: Recipe, checkpoints: Folders) -> None:
+    """Padded and not, across windows and longrope's boundary."""
+    model, reference = both(checkpoints(recipe), "sdpa")
+    for mask in (None, MASK):
+        ours = model.generate(prompt(), max_new_tokens=NEW, attention_mask=mask)
+        assert torch.equal(ours, theirs(reference, prompt(), mask))
+
+
+def test_greedy_is_the_same_by_eager_attention_and_without_the_cache(structure: Recipe, checkpoints: Folders) -> None:
+    model, reference = both(checkpoints(structure), "eager")
     for mask in (None, MASK):
         expected = theirs(reference, prompt(), mask)
-        assert torch.equal(model.generate(prompt(), max_new_tokens=NEW, attention_mask=mask), expected)
-        plain = model.generate(prompt(), max_new_tokens=NEW, attention_mask=mask, use_kv_cache=False)
-        assert torch.equal(plain, expected)
+        for use in (True, False):
+            ours = model.generate(prompt(), max_new_tokens=NEW, attention_mask=mask, use_kv_cache=use)
+            assert torch.equal(ours, expected), use
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -95,22 +93,21 @@ def test_repetition_penalty_when_greedy(checkpoints: Folders) -> None:
 
 
 @pytest.mark.quick
-def test_end_tokens(own_copy: Folders) -> None:
+def test_end_tokens(base: Recipe, own_copy: Folders) -> None:
     """From the checkpoint's generation config, a list too; a finished row is padded, and all finished ends it."""
     whole = torch.ones_like(prompt())  # the pad id in it is a token
-    for base in BASES:
-        folder = own_copy(base)
-        model, reference = both(folder, "sdpa")
-        free = model.generate(prompt(), max_new_tokens=NEW, stop_at_eos=False)[:, LENGTH:]
-        assert free.shape == (2, NEW)
-        ends = [int(free[0, 2]), int(free[1, 5])]
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 9}))
-        model, reference = both(folder, "sdpa")
-        ours = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole)
-        assert torch.equal(ours, theirs(reference, prompt()))
-        assert ours.shape[1] <= LENGTH + 6
-        given = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole, eos_token_id=ends[0])
-        assert torch.equal(given, theirs(reference, prompt(), eos_token_id=ends[0]))
+    folder = own_copy(base)
+    model, reference = both(folder, "sdpa")
+    free = model.generate(prompt(), max_new_tokens=NEW, stop_at_eos=False)[:, LENGTH:]
+    assert free.shape == (2, NEW)
+    ends = [int(free[0, 2]), int(free[1, 5])]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 9}))
+    model, reference = both(folder, "sdpa")
+    ours = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole)
+    assert torch.equal(ours, theirs(reference, prompt()))
+    assert ours.shape[1] <= LENGTH + 6
+    given = model.generate(prompt(), max_new_tokens=NEW, attention_mask=whole, eos_token_id=ends[0])
+    assert torch.equal(given, theirs(reference, prompt(), eos_token_id=ends[0]))
 
 
 def test_batched_rows_write_what_they_write_alone(model: HookedTransformer) -> None:
@@ -203,7 +200,7 @@ def test_a_cached_forward_is_transformers(recipe: Recipe, padded: bool, checkpoi
 
 @torch.no_grad()
 def test_stepping_past_longropes_boundary_keeps_the_keys(checkpoints: Folders) -> None:
-    """A step by hand turns the new query and key by the long factors; generate reads the text again (seeds, phi3)."""
+    """A step by hand turns the new query and key by the long factors; generate reads the text again."""
     model, reference = both(checkpoints(NAMED["phi3-longrope"]), "sdpa")
     tokens = prompt(BOUNDARY + 2)
     cache, their_cache = KVCache(model), transformers.DynamicCache(config=reference.model.config)
@@ -227,8 +224,8 @@ def test_a_cache_grows_by_chunks(model: HookedTransformer) -> None:
         else cache.layers[0]
     )
     rooms = set()
-    for token in range(200):
-        model(prompt()[:, token % LENGTH][:, None], kv_cache=cache)
+    for _ in range(50):
+        model(prompt()[:, :4], kv_cache=cache)
         rooms.add(layer._keys.data_ptr())
         if layer.window is not None:
             assert layer._keys.shape[2] <= 192
@@ -400,10 +397,10 @@ def test_half_precision_on_many_prompts(dtype: torch.dtype, checkpoints: Folders
     """A head with a bias rounds otherwise on one row than on many: both libraries give it the last position alone."""
     for base in BASES:
         model, reference = both(checkpoints(base), "sdpa", dtype)
-        for seed in range(12):
+        for seed in range(8):
             tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(100 + seed))
-            ours = model.generate(tokens, max_new_tokens=6)
-            assert torch.equal(ours, theirs(reference, tokens, max_new_tokens=6)), (base.id, seed)
+            ours = model.generate(tokens, max_new_tokens=4)
+            assert torch.equal(ours, theirs(reference, tokens, max_new_tokens=4)), (base.id, seed)
 
 
 def test_repetition_penalty_leaves_padding_out(checkpoints: Folders) -> None:
@@ -495,7 +492,7 @@ def test_steering_does_not_depend_on_the_cache(model: HookedTransformer) -> None
 
 
 @torch.no_grad()
-def test_a_hook_on_the_mask_of_every_step(checkpoints: Callable[[Recipe], Path]) -> None:
+def test_a_hook_on_the_mask_of_every_step(checkpoints: Folders) -> None:
     """Each step is called with the mask as it was given, and computes with what the hook makes of it."""
     model = HookedTransformer.from_pretrained(checkpoints(BASES[1]))
 
@@ -723,9 +720,10 @@ def test_rows_padded_on_the_right_write_what_they_write_alone(model: HookedTrans
         stream = torch.stack([*model.stream(prompt(), attention_mask=mask, **settings)], 1)
         assert torch.equal(stream[row], alone)
     for watched in ({"names_filter": "logits"}, {}):
-        with pytest.raises(ValueError, match="the prompt is padded on the right, and hooks and kept values"):
-            with model.hooks(fwd_hooks=[] if watched else [("layer_output", lambda value, hook: None)]):
-                model.generate(prompt(), attention_mask=mask, **settings, **watched)
+        hooks = [] if watched else [("layer_output", lambda value, hook: None)]
+        said = "the prompt is padded on the right, and hooks and kept values"
+        with model.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match=said):
+            model.generate(prompt(), attention_mask=mask, **settings, **watched)
 
 
 @torch.no_grad()
