@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 import transformers
@@ -17,6 +18,12 @@ torch.set_num_threads(1)
 
 QUICK = NAMED["phi3-base"]
 QUICK_FILES = {f"test_{name}.py" for name in ("components", "hooks", "names", "decomposition", "interventions")}
+
+
+@pytest.fixture(autouse=True)
+def annotations(request: pytest.FixtureRequest) -> None:
+    """Are checked, which takes longer than a tiny model's products, but not in a test marked `unchecked`."""
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("unchecked") is not None)
 
 
 @pytest.fixture(scope="session")

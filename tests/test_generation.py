@@ -39,6 +39,7 @@ def theirs(reference: Any, tokens: Tensor, mask: Tensor | None = None, **setting
 # -- tokens ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.unchecked
 def test_greedy_is_transformers(recipe: Recipe, checkpoints: Folders) -> None:
     """Padded and not, across windows and longrope's boundary."""
     model, reference = both(checkpoints(recipe), "sdpa")
@@ -47,6 +48,7 @@ def test_greedy_is_transformers(recipe: Recipe, checkpoints: Folders) -> None:
         assert torch.equal(ours, theirs(reference, prompt(), mask))
 
 
+@pytest.mark.unchecked
 def test_greedy_is_the_same_by_eager_attention_and_without_the_cache(structure: Recipe, checkpoints: Folders) -> None:
     model, reference = both(checkpoints(structure), "eager")
     for mask in (None, MASK):
@@ -56,6 +58,7 @@ def test_greedy_is_the_same_by_eager_attention_and_without_the_cache(structure: 
             assert torch.equal(ours, expected), use
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_greedy_in_half_precision(dtype: torch.dtype, checkpoints: Folders) -> None:
     for base in BASES:
@@ -64,6 +67,7 @@ def test_greedy_in_half_precision(dtype: torch.dtype, checkpoints: Folders) -> N
         assert torch.equal(ours, theirs(reference, prompt(), MASK)), base.id
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "settings",
     [
@@ -110,6 +114,7 @@ def test_end_tokens(base: Recipe, own_copy: Folders) -> None:
     assert torch.equal(given, theirs(reference, prompt(), eos_token_id=ends[0]))
 
 
+@pytest.mark.unchecked
 def test_batched_rows_write_what_they_write_alone(model: HookedTransformer) -> None:
     together = model.generate(prompt(), max_new_tokens=NEW, attention_mask=MASK, stop_at_eos=False)
     alone = [model.generate(prompt()[:1, 4:], max_new_tokens=NEW, stop_at_eos=False)]
@@ -173,6 +178,7 @@ def test_stream(model: HookedTransformer) -> None:
 # -- the cache ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @torch.no_grad()
 def test_a_cached_forward_is_transformers(recipe: Recipe, padded: bool, checkpoints: Folders) -> None:
@@ -215,6 +221,7 @@ def test_stepping_past_longropes_boundary_keeps_the_keys(checkpoints: Folders) -
     assert [cache["input_size"][1] for cache in caches] == [BOUNDARY - 1, 1, BOUNDARY + 1, 1]
 
 
+@pytest.mark.unchecked
 @torch.no_grad()
 def test_a_cache_grows_by_chunks(model: HookedTransformer) -> None:
     cache = KVCache(model)
@@ -392,6 +399,7 @@ def test_generation_is_freed(checkpoints: Folders) -> None:
 # -- what broke it once ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_on_many_prompts(dtype: torch.dtype, checkpoints: Folders) -> None:
     """A head with a bias rounds otherwise on one row than on many: both libraries give it the last position alone."""
@@ -403,6 +411,7 @@ def test_half_precision_on_many_prompts(dtype: torch.dtype, checkpoints: Folders
             assert torch.equal(ours, theirs(reference, tokens, max_new_tokens=4)), (base.id, seed)
 
 
+@pytest.mark.unchecked
 def test_repetition_penalty_leaves_padding_out(checkpoints: Folders) -> None:
     model, reference = both(checkpoints(BASES[0]), "sdpa")
     for seed in range(8):
@@ -480,6 +489,7 @@ def test_a_stream_leaves_other_passes_alone(model: HookedTransformer) -> None:
             assert not torch.equal(model(prompt()), plain)
 
 
+@pytest.mark.unchecked
 def test_steering_does_not_depend_on_the_cache(model: HookedTransformer) -> None:
     vector = 3 * torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0))
     for positions in ([[2, 3, 4]], [4, 2], [[1, 2], [3]], slice(1, 3), -1, None):
@@ -526,6 +536,7 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("where", ["checkpoint", "call"])
 @pytest.mark.parametrize("settings", [*GREEDY, *({"do_sample": True, **each} for each in SAMPLED)], ids=str)
 def test_generation_settings_are_followed(settings: dict[str, Any], where: str, own_copy: Folders) -> None:
@@ -707,6 +718,7 @@ def test_samples_are_transformers_and_a_a_generators(checkpoints: Folders) -> No
 # -- padding -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.unchecked
 def test_rows_padded_on_the_right_write_what_they_write_alone(model: HookedTransformer) -> None:
     real = (6, LENGTH)
     mask = torch.stack([(torch.arange(LENGTH) < each).long() for each in real])
@@ -744,6 +756,7 @@ def test_the_last_position_of_a_padded_row_is_its_last_token(model: HookedTransf
     torch.testing.assert_close(cached[:, 0], torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.unchecked
 def test_pad_ids_without_a_mask_are_padding_as_for_transformers(checkpoints: Folders) -> None:
     for base in BASES[:3]:
         model = HookedTransformer.from_pretrained(checkpoints(base))
@@ -948,6 +961,7 @@ def test_places_that_are_not_there_are_named(checkpoints: Folders) -> None:
                 pass
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("recipe", [WINDOW, *BASES], ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_an_answer_with_holes_is_written_on_from(recipe: Recipe, checkpoints: Folders) -> None:

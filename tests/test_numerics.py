@@ -19,7 +19,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny import BASES, LENGTH, MIXTURES, NAMED, VOCAB, Folders, Recipe, edit_config, load_reference, prompt
+from tests.tiny import (
+    BASES,
+    FULL,
+    LENGTH,
+    MIXTURES,
+    NAMED,
+    ONE,
+    SLIDING,
+    VOCAB,
+    Folders,
+    Recipe,
+    edit_config,
+    load_reference,
+    prompt,
+)
 from transformer_std import HookedTransformer
 from transformer_std.components import mixture as mixtures
 from transformer_std.components import tracing
@@ -27,6 +41,7 @@ from transformer_std.components.reuse import filled, plus, times
 from transformer_std.config import Mixture, SoftmaxTopK, SparseMixer
 from transformer_std.kv_cache import KVCache
 
+TWO = Recipe("afmoe", "two", {"num_hidden_layers": 2, "num_dense_layers": 1, "layer_types": [FULL, SLIDING]})
 MANY = Recipe("qwen2_moe", "many_experts", {"num_experts": 40})
 LONGROPE = NAMED["phi3-longrope"]
 
@@ -167,6 +182,7 @@ def padded(tokens: Tensor, by: int = 3) -> Tensor:
 # -- autocast and float64 ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_transformers_with_and_without_gradients(
@@ -312,6 +328,7 @@ def passes(model: HookedTransformer) -> Iterator[Callable[[], Tensor]]:
         yield lambda cache=cache: model.run_with_cache(step, kv_cache=cache)[0]
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("recipe", [*BASES, MANY, LONGROPE], ids=lambda recipe: recipe.id)
 def test_no_number_is_asked_of_a_device(checkpoints: Folders, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a look is free and saves work, so it is taken there; where the memory is another's, it is not."""
@@ -435,6 +452,7 @@ for folder in sys.argv[1:]:
         answers.append(each(tokens[:, :1], attention_mask=longer, kv_cache=cache))
     close(*answers)
 
+model = HookedTransformer.from_pretrained(sys.argv[1])
 close(compiled(model)(tokens, attention_mask=left, return_type="loss"),
       model(tokens, attention_mask=left, return_type="loss"))
 half = HookedTransformer.from_pretrained(sys.argv[1], dtype=torch.float16, attn_implementation="eager")
@@ -470,9 +488,9 @@ def run_apart(script: str, *arguments: str) -> None:
 
 
 def test_compiled_as_one_graph_it_takes_masks(checkpoints: Folders) -> None:
-    """On a dense family and on one with mixtures and windows: with masks, with a cache and masks, once each for the
+    """On a parallel block, and on a dense one below a mixture with a window: with masks, with a cache and masks, once each for the
     loss, and on the open path in float16, which looks where it can. Every family is compiled in test_placing.py."""
-    run_apart(COMPILED, str(checkpoints(BASES[0])), str(checkpoints(BASES[-1])))
+    run_apart(COMPILED, str(checkpoints(ONE)), str(checkpoints(TWO)))
 
 
 def test_compiled_a_sweep_of_hooks_needs_one_graph(checkpoints: Folders) -> None:

@@ -28,11 +28,10 @@ from torch.nn.utils import parametrize, prune
 
 import converters
 from converters.tiny import make_tokenizer
-from tests.tiny import BASES, Folders, Recipe, build, edit_config, load_reference, prompt
+from tests.tiny import BASES, ONE, Folders, Recipe, build, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer, saving, whole
 
 ROOT = Path(__file__).parent.parent
-ONE = Recipe("phi", "one", {"num_hidden_layers": 1})
 WRITERS = [
     pytest.param(lambda model, folder: model.save_pretrained(folder), id="save"),
     pytest.param(lambda model, folder: converters.export(model, folder, max_shard_size=60_000), id="export"),

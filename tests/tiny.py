@@ -107,6 +107,7 @@ RECIPES = [
     ),
 ]  # fmt: skip
 NAMED = {recipe.id: recipe for recipe in RECIPES}
+ONE = Recipe("phi", "one", {"num_hidden_layers": 1})  # the smallest
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
 MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "afmoe")]
 # One of each structure: what is no matter of numbers is shown on these.
