@@ -819,6 +819,7 @@ COPIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("way", COPIES)
 @torch.no_grad()
 def test_a_copied_cache_goes_on_by_itself(way: str, model: HookedTransformer) -> None:

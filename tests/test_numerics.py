@@ -134,6 +134,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=lambda number: WAYS[number].__name__)
 @pytest.mark.parametrize("recipe", [LONGROPE, NAMED["phimoe-base"]], ids=lambda recipe: recipe.id)
 def test_what_ran_before_leaves_no_trace(own_copy: Folders, recipe: Recipe, number: int) -> None:
@@ -488,8 +489,9 @@ def run_apart(script: str, *arguments: str) -> None:
 
 
 def test_compiled_as_one_graph_it_takes_masks(checkpoints: Folders) -> None:
-    """On a parallel block, and on a dense one below a mixture with a window: with masks, with a cache and masks, once each for the
-    loss, and on the open path in float16, which looks where it can. Every family is compiled in test_placing.py."""
+    """On a parallel block, and on a dense one below a mixture with a window: with masks, with a cache and masks, once
+    each for the loss, and on the open path in float16, which looks where it can. Every family is compiled in
+    test_placing.py."""
     run_apart(COMPILED, str(checkpoints(ONE)), str(checkpoints(TWO)))
 
 

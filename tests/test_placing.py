@@ -110,7 +110,7 @@ for folder in sys.argv[1:]:
     torch._dynamo.reset()
     compiled, plain = torch.compile(model, fullgraph=True, backend="eager"), model(prompt())
     torch.testing.assert_close(compiled(prompt()), plain)
-    if folder in (sys.argv[1], sys.argv[-1]):  # a dense family, and one with mixtures
+    if folder == sys.argv[-1]:  # it has dense blocks and mixtures
         with model.hooks(fwd_hooks=[(("mlp_output", 1), lambda value, hook: value * 2)]):
             torch.testing.assert_close(compiled(prompt()), model(prompt()))
             assert not torch.allclose(compiled(prompt()), plain)
