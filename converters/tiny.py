@@ -26,14 +26,30 @@ def make_tokenizer(folder: Path, **special: str) -> int:
     return len(words)
 
 
+def make_byte_tokenizer(folder: Path) -> int:
+    """Writes a byte-level tokenizer in which a word of `TEXT` is one token; returns its size."""
+    transformers = transformers_for("the tokenizer")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<eos>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT, f" {TEXT}"], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    return tokenizer.get_vocab_size()
+
+
 def make_checkpoint(family: str, folder: Path, **settings: Any) -> None:
     """Writes a tiny checkpoint of `family` as transformers writes one, every parameter away from its initial value."""
     transformers = transformers_for("making a checkpoint")
     size = make_tokenizer(folder, eos_token="<eos>")
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(
-        family, **{"vocab_size": size + 3, **special, **module_of({"model_type": family}).TINY, **settings}
-    )
+    tiny = module_of({"model_type": family}).TINY
+    transformers.AutoConfig.for_model(family, **special, **tiny).save_pretrained(folder)
+    if not transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]:  # it takes no other kind for some
+        size = make_byte_tokenizer(folder)
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": size + 3, **special, **tiny, **settings})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     shake(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.tiny import BASES, RECIPES, Recipe, load_reference, prompt
+from tests.tiny import BASES, LENGTH, NAMED, Folders, Recipe, load_reference, prompt
 from transformer_std import ActivationCache, HookedTransformer, HookPoint, KVCache, UnknownName
 
 PHI, PHI3, QWEN = (BASES[0], *(next(each for each in BASES if each.family == name) for name in ("phi3", "qwen2_moe")))
-WINDOW = next(recipe for recipe in RECIPES if recipe.id == "phi3-window")
-GROUPED = next(recipe for recipe in RECIPES if recipe.id == "phi-grouped")
-Folders = Callable[[Recipe], Path]
+WINDOW = NAMED["phi3-window"]
+GROUPED = NAMED["phi-grouped"]
 
 
 def load(recipe: Recipe, checkpoints: Folders, **options: Any) -> HookedTransformer:
@@ -37,7 +35,9 @@ def storages(cache: ActivationCache) -> int:
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_filtered_cache_holds_no_more_than_its_values(recipe: Recipe, grad: bool, checkpoints: Folders) -> None:
     model = load(recipe, checkpoints)
-    for name in (name for name, point in model.names.points.items() if point.layer in (None, 1)):
+    names = [name for name, point in model.names.points.items() if point.layer in (None, 1)]
+    assert len(names) > 20
+    for name in names:
         with torch.set_grad_enabled(grad):
             _, cache = model.run_with_cache(prompt(), names_filter=name)
         value = cache[name]
@@ -66,7 +66,6 @@ def test_memory_that_values_share_counts_once(checkpoints: Folders) -> None:
     assert cache.num_bytes == storages(cache)
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_cache_reads_back_without_the_model_and_without_code(
     base: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path
@@ -99,8 +98,9 @@ def test_a_cache_takes_no_other_model(checkpoints: Folders, tmp_path: Path) -> N
     cache.save(file)
     with pytest.raises(ValueError, match="another model"):
         ActivationCache.load(file, other)
+    read = ActivationCache.load(file, load(PHI3, checkpoints, dtype=torch.bfloat16))
     with pytest.raises(UnknownName, match=r"not in this cache|no value"):
-        ActivationCache.load(file, load(PHI3, checkpoints, dtype=torch.bfloat16))["layer_mid", 0]
+        read["layer_mid", 0]
     save_file({"a": torch.ones(1)}, file)
     with pytest.raises(ValueError, match="not a cache"):
         ActivationCache.load(file)
@@ -118,7 +118,6 @@ def test_gradients_of_a_frozen_model_are_one_clear_error(checkpoints: Folders) -
     assert cache["layer_output_grad", 0].any()
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_the_head_runs_where_something_reads_it(
     base: Recipe, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +143,6 @@ def test_the_head_runs_where_something_reads_it(
     assert len(ran) == 3  # the final norm's output needs none
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_the_loss_of_each_token(base: Recipe, checkpoints: Folders) -> None:
     model, theirs = load(base, checkpoints), load_reference(checkpoints(base), attn="sdpa")
@@ -220,3 +218,57 @@ def test_a_slice_of_a_step_takes_the_positions_of_the_step(recipe: Recipe, check
         model.num_kv_heads,
         16,
     )
+
+
+@torch.no_grad()
+def test_a_cache_can_be_saved(cache: Any, tmp_path: Path) -> None:
+    torch.save(cache, tmp_path / "cache.pt")
+    again = torch.load(tmp_path / "cache.pt", weights_only=False)
+    assert list(again) == list(cache)
+    assert torch.equal(again["layer_output", 1], cache["layer_output", 1])
+    with pytest.raises(RuntimeError, match="this cache has no model"):
+        again.logit_lens()
+    again.model = cache.model
+    assert torch.equal(again.logit_lens(), cache.logit_lens())
+
+
+@torch.no_grad()
+def test_slices(model: HookedTransformer, cache: Any) -> None:
+    rows, last = cache.slice(batch=[1]), cache.slice(position=-1)
+    for name, value in cache.items():
+        if not isinstance(value, Tensor):
+            continue
+        assert torch.equal(rows[name], value[[1]])
+        layout = model.names.points[name].layout.dim_str.split()
+        axis = next((layout.index(each) for each in ("seq", "query") if each in layout), None)
+        assert torch.equal(last[name], value if axis is None else value.select(axis, -1))
+    assert cache.slice(batch=0, position=slice(2, 5))["attention_probabilities", 1].shape == (
+        model.num_heads,
+        3,
+        LENGTH,
+    )
+    with pytest.raises(ValueError, match="no batch axis any more"):
+        model.run_with_cache(prompt()[:1], remove_batch_dim=True)[1].slice(batch=0)
+
+
+def test_gradients_stack_as_values_do(model: HookedTransformer) -> None:
+    names = ["attention_premix", "attention_queries", "layer_output"]
+    _, cache = model.run_with_cache(prompt(), names_filter=names, incl_bwd=True, return_type="loss")
+    for name in names:
+        stacked = cache.stack(f"{name}_grad")
+        assert torch.equal(stacked, torch.stack([cache[f"{name}_grad", i] for i in range(model.num_layers)]))
+        assert stacked.shape == cache.stack(name).shape
+    assert torch.equal(cache.stack("resid_post_grad"), cache.stack("layer_output_grad"))
+    queries = cache.stack("rot_q_grad")
+    assert torch.equal(queries, cache.stack("attention_queries_grad").transpose(2, 3))
+    with pytest.raises(UnknownName, match="run with incl_bwd=True"):
+        model.run_with_cache(prompt(), names_filter=names)[1].stack("attention_premix_grad")
+
+
+def test_a_cache_keeps_no_model_alive(checkpoints: Folders) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(BASES[0]))
+    _, cache = model.run_with_cache(prompt())
+    del model
+    assert cache["logits"].shape[0] == 2
+    with pytest.raises(RuntimeError, match="this cache has no model"):
+        cache.logit_lens()

@@ -20,10 +20,8 @@ from typer.testing import CliRunner
 import converters
 from converters import cli
 from converters.tiny import make_tokenizer
-from tests.tiny import BASES, Recipe
-from transformer_std.components import rotary as functions
-
-Folders = Callable[[Recipe], Path]
+from tests.tiny import BASES, Folders, Recipe
+from transformer_std.components import rotary
 
 
 @pytest.fixture
@@ -50,7 +48,6 @@ def test_demo(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     assert config.stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_verify(base: Recipe, attn: str, run: Callable[..., tuple[int, str]], checkpoints: Folders) -> None:
     folder = checkpoints(base)
@@ -62,7 +59,7 @@ def test_verify(base: Recipe, attn: str, run: Callable[..., tuple[int, str]], ch
 def test_verify_names_the_first_value_that_departs(
     run: Callable[..., tuple[int, str]], checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = functions.turn
+    turn = rotary.turn
     monkeypatch.setattr("transformer_std.components.rotary.turn", lambda x, *rest: turn(x, *rest) + 1e-3)
     status, output = run("verify", checkpoints(BASES[0]))
     assert status == 1

@@ -13,8 +13,6 @@ from transformer_std.components.positions import causal, visible
 from transformer_std.components.rotary import rotary_angles, turn
 from transformer_std.config import Rotary
 
-pytestmark = pytest.mark.quick
-
 
 def test_rotary_turns_pairs_and_passes_the_tail() -> None:
     rotary = Rotary(dims=6, theta=100.0, contiguous=True)

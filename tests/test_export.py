@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,18 @@ from typer.testing import CliRunner
 import converters
 from converters import cli
 from converters.tiny import make_tokenizer
-from tests.tiny import AROUND, BASES, RECIPES, STRUCTURES, Recipe, as_released, edit_config, load_reference, prompt
+from tests.tiny import (
+    AROUND,
+    BASES,
+    NAMED,
+    Folders,
+    Recipe,
+    as_released,
+    edit_config,
+    load_reference,
+    prompt,
+)
 from transformer_std import HookedTransformer
-
-Folders = Callable[[Recipe], Path]
-NAMED = {recipe.id: recipe for recipe in RECIPES}
-BASE_IDS = [pytest.param(recipe, id=recipe.id) for recipe in BASES]
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -37,14 +42,13 @@ def equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
         assert torch.equal(ours[name], tensor), name
 
 
-@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
-def test_round_trip(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
+def test_round_trip(structure: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
     """The file that transformers itself saves, to the bit, and a model of transformers' with our logits."""
-    model = HookedTransformer.from_pretrained(checkpoints(recipe), dtype=dtype)
+    model = HookedTransformer.from_pretrained(checkpoints(structure), dtype=dtype)
     converters.export(model, tmp_path / "ours")
-    reference = load_reference(checkpoints(recipe), dtype, attn="sdpa")
+    reference = load_reference(checkpoints(structure), dtype, attn="sdpa")
     reference.save_pretrained(tmp_path / "theirs")
     equal_tensors(load_file(tmp_path / "ours/model.safetensors"), load_file(tmp_path / "theirs/model.safetensors"))
     assert config_of(tmp_path / "ours")["dtype"] == str(dtype)[6:]
@@ -60,7 +64,6 @@ def test_round_trip(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tm
     assert torch.equal(again(prompt()), exported(prompt()).logits)
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 def test_the_release_keeps_its_spelling(base: Recipe, own_copy: Folders, tmp_path: Path) -> None:
     folder = own_copy(base)
     as_released(folder)
@@ -92,7 +95,6 @@ def test_the_first_names_of_longrope_become_the_one_that_transformers_reads(
         assert torch.equal(HookedTransformer.from_pretrained(folder)(prompt(length)), expected(prompt(length)).logits)
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 @torch.no_grad()
 def test_by_way_of_our_format_and_of_a_live_model(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     theirs = load_reference(checkpoints(base), attn="sdpa")
@@ -105,7 +107,6 @@ def test_by_way_of_our_format_and_of_a_live_model(base: Recipe, checkpoints: Fol
         equal_tensors(load_reference(tmp_path / name).state_dict(), theirs.state_dict())
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 def test_shards(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     """No shard is over the limit, though the experts of a block are views of one tensor."""
     model = HookedTransformer.from_pretrained(checkpoints(base))
@@ -232,7 +233,6 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.exit_code, output.get() + done.output
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 def test_convert_then_export(base: Recipe, own_copy: Folders, tmp_path: Path) -> None:
     folder, own, back = own_copy(base), tmp_path / "own", tmp_path / "back"
     make_tokenizer(folder, eos_token="<eos>")

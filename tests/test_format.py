@@ -56,7 +56,7 @@ def test_a_config_survives_with_and_without_tags(base: Recipe) -> None:
 def test_an_unknown_field_names_the_version() -> None:
     values = converters.read_config(hf_config(BASES[0]).to_dict()).to_dict()
     with pytest.raises(TypeError, match=r"TransformerConfig has no field 'sinks'; it is of format 4, .* reads 3"):
-        TransformerConfig.from_dict({**values, "format": 3, "sinks": 1})
+        TransformerConfig.from_dict({**values, "format": 4, "sinks": 1})
     values["layers"][0]["is"] = "Recurrence"
     with pytest.raises(TypeError, match="there is no 'Recurrence' here"):
         TransformerConfig.from_dict(values)

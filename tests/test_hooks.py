@@ -13,22 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import BASES, LENGTH, Recipe, prompt
+from tests.tiny import BASES, LENGTH, Folders, Recipe, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.hooks.hook_point import HookPoint
-
-pytestmark = pytest.mark.quick
 
 PHI, PHI3 = BASES[0], next(recipe for recipe in BASES if recipe.family == "phi3")
 
 
 @pytest.fixture
-def model(checkpoints: Callable[[Recipe], Path]) -> HookedTransformer:
+def model(checkpoints: Folders) -> HookedTransformer:
     return HookedTransformer.from_pretrained(checkpoints(PHI3))
 
 
 @pytest.fixture
-def parallel(checkpoints: Callable[[Recipe], Path]) -> HookedTransformer:
+def parallel(checkpoints: Folders) -> HookedTransformer:
     return HookedTransformer.from_pretrained(checkpoints(PHI))
 
 
@@ -110,11 +108,10 @@ def test_bad_filters(model: HookedTransformer) -> None:
 
 def test_support(parallel: HookedTransformer, model: HookedTransformer) -> None:
     for each in (parallel, model):
-        support = each.support()
-        for value, reasons in support.items():
+        of_blocks = {value: why for value, why in each.support().items() if None not in each.names.by_value[value]}
+        assert len(of_blocks) > 20
+        for value, reasons in of_blocks.items():
             for layer in range(each.num_layers):
-                if None in each.names.by_value[value]:
-                    continue
                 if reasons and layer in reasons:
                     assert each.support(layer)[value] == reasons[layer]
                     with pytest.raises(Unavailable, match="unavailable"):
@@ -252,15 +249,13 @@ def test_the_tensor_a_hook_gets_is_the_one_the_model_uses(model: HookedTransform
     model.run_with_cache(prompt(), names_filter="layer_mid", incl_bwd=True)
     out, cache = model.run_with_cache(prompt(), names_filter="layer_mid", incl_bwd=True)
     out.sum().backward()
+    assert len(kept) == model.num_layers
     for name, value in kept.items():
         assert torch.equal(value.grad, cache[name + "_grad"])
         assert torch.equal(value, cache[name])
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
-def test_values_that_wait_are_what_they_were(
-    base: Recipe, checkpoints: Callable[[Recipe], Path], tmp_path: Path
-) -> None:
+def test_values_that_wait_are_what_they_were(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     """Head results and an expert's values are computed when they are looked at: of the weights and tensors of the run,
     whatever became of them since."""
     model = HookedTransformer.from_pretrained(checkpoints(base))
@@ -307,9 +302,8 @@ def test_what_waits_does_not_follow_what_it_is_made_of(model: HookedTransformer)
         model.run_with_cache(tokens, names_filter="attention_result", remove_batch_dim=True)
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
-def test_a_filtered_cache_holds_what_was_asked_for(base: Recipe, checkpoints: Callable[[Recipe], Path]) -> None:
+def test_a_filtered_cache_holds_what_was_asked_for(base: Recipe, checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(base))
     names = ["layer_output", "attention_output", "mlp_output"]
     _, cache = model.run_with_cache(prompt(), names_filter=names)
@@ -413,16 +407,18 @@ def test_cached_values_are_not_edited_later(model: HookedTransformer) -> None:
     def zero(value: Tensor, hook: HookPoint) -> None:
         value.zero_()
 
-    for target in clean:
-        if target in ("input_ids", "attention_mask", "input_size", "next_token_probs"):
-            continue
+    compared = 0
+    inputs = {"input_ids", "attention_mask", "input_size", "next_token_probs"}
+    for target in [name for name in clean if name not in inputs and not name.startswith(("layers.0", "layers.1"))]:
         with model.hooks(fwd_hooks=[(target, zero)]):
             _, edited = model.run_with_cache(prompt())
         before = list(clean)[: list(clean).index(target)]
         for name in before:
             if name.startswith("layers") and not name.startswith(target[:8]):
                 assert torch.equal(edited[name], clean[name]), (target, name)
+                compared += 1
         assert not edited[target].any()
+    assert compared > 1000
 
 
 def test_cache_is_a_mapping(model: HookedTransformer) -> None:
@@ -462,7 +458,7 @@ def test_remove_batch_dim(model: HookedTransformer) -> None:
     assert handles(model) == 0
 
 
-def test_deleting_frees_without_the_garbage_collector(checkpoints: Callable[[Recipe], Path]) -> None:
+def test_deleting_frees_without_the_garbage_collector(checkpoints: Folders) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(PHI3))
     _, cache = model.run_with_cache(prompt(), incl_bwd=True, return_type="loss", keep_graph=True)
     watched = [weakref.ref(cache["layer_mid", 1]), weakref.ref(cache), weakref.ref(model)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,13 @@ import torch
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer as their_sparsemixer
 
-from tests.test_families import both, check_parameter_gradients
-from tests.tiny import BASES, RECIPES, Recipe, load_reference, prompt
+from tests.oracle import both, check_parameter_gradients
+from tests.tiny import BASES, DTYPES, MIXTURES, NAMED, Folders, Recipe, build, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer, Unavailable
 from transformer_std.components.grouped import by_expert, unsorted
 from transformer_std.components.routers import sigmoid_top_k, softmax_top_k, sparsemixer
 
-Folders = Callable[[Recipe], Path]
-MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "afmoe")]
 LAYER = 1  # a mixture on each of them
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=MIXTURES, ids=lambda base: base.id)
@@ -70,8 +66,8 @@ def test_sparsemixer_draws_as_often_as_transformers() -> None:
 
 
 def test_near_ties_of_sparsemixer(checkpoints: Folders) -> None:
-    """The seeds' example: a near-tie takes half of a weight, which nobody gets."""
-    recipe = next(recipe for recipe in RECIPES if recipe.id == "phimoe-unbiased")
+    """A near-tie takes half of a weight, which nobody gets."""
+    recipe = NAMED["phimoe-unbiased"]
     model = HookedTransformer.from_pretrained(checkpoints(recipe))
 
     def write(logits: Tensor, hook: Any) -> Tensor:
@@ -236,8 +232,6 @@ def test_experts_no_token_chose_get_no_gradient(model: HookedTransformer) -> Non
 
 
 def test_training_routes_as_transformers(own_copy: Folders) -> None:
-    from tests.tiny import edit_config
-
     folder = own_copy(MIXTURES[0])
     edit_config(folder, input_jitter_noise=0.1)
     ours, reference = both(folder, "sdpa")
@@ -264,7 +258,6 @@ def test_sizes_of_mixtures(model: HookedTransformer, checkpoints: Folders) -> No
 
 def test_any_other_top_k_of_sparsemixer_is_refused(own_copy: Folders) -> None:
     import converters
-    from tests.tiny import edit_config
 
     folder = own_copy(MIXTURES[0])
     edit_config(folder, num_experts_per_tok=3)
@@ -273,8 +266,6 @@ def test_any_other_top_k_of_sparsemixer_is_refused(own_copy: Folders) -> None:
 
 
 def test_both_names_of_the_architecture(own_copy: Folders) -> None:
-    from tests.tiny import edit_config
-
     folder = own_copy(MIXTURES[0])
     expected = HookedTransformer.from_pretrained(folder)(prompt())
     edit_config(folder, architectures=["PhiMoEForCausalLM"])
@@ -294,8 +285,6 @@ def test_gradients_in_half_precision(dtype: torch.dtype, checkpoints: Folders) -
 
 @torch.no_grad()
 def test_one_expert_and_no_shared_one(tmp_path: Path) -> None:
-    from tests.tiny import build
-
     odd = {
         "one": Recipe("afmoe", "one", {"num_experts": 1, "num_experts_per_tok": 1}),
         "none": Recipe("afmoe", "none", {"num_shared_experts": 0}),

@@ -19,7 +19,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny import BASES, LENGTH, RECIPES, VOCAB, Recipe, edit_config, load_reference, prompt
+from tests.tiny import (
+    BASES,
+    FULL,
+    LENGTH,
+    MIXTURES,
+    NAMED,
+    ONE,
+    SLIDING,
+    VOCAB,
+    Folders,
+    Recipe,
+    edit_config,
+    load_reference,
+    prompt,
+)
 from transformer_std import HookedTransformer
 from transformer_std.components import mixture as mixtures
 from transformer_std.components import tracing
@@ -27,17 +41,11 @@ from transformer_std.components.reuse import filled, plus, times
 from transformer_std.config import Mixture, SoftmaxTopK, SparseMixer
 from transformer_std.kv_cache import KVCache
 
-Folders = Callable[[Recipe], Path]
-MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "afmoe")]
+TWO = Recipe("afmoe", "two", {"num_hidden_layers": 2, "num_dense_layers": 1, "layer_types": [FULL, SLIDING]})
 MANY = Recipe("qwen2_moe", "many_experts", {"num_experts": 40})
-LONGROPE = next(recipe for recipe in RECIPES if recipe.id == "phi3-longrope")
+LONGROPE = NAMED["phi3-longrope"]
 
-every_family = pytest.mark.parametrize("base", BASES, ids=lambda base: base.id)
 every_mixture = pytest.mark.parametrize("base", MIXTURES, ids=lambda base: base.id)
-
-
-def named(recipe: str) -> Recipe:
-    return next(each for each in RECIPES if each.id == recipe)
 
 
 # -- nothing that ran before is heard of again ---------------------------------------------------------------------
@@ -80,7 +88,7 @@ def on_meta(model: HookedTransformer, tokens: Tensor) -> None:
 def without_autograd(model: HookedTransformer, tokens: Tensor) -> None:
     with torch.inference_mode():
         model(tokens)
-        model(tokens, attention_mask=left_padded(tokens))
+        model(tokens, attention_mask=padded(tokens))
 
 
 def batched(model: HookedTransformer, tokens: Tensor) -> None:
@@ -126,8 +134,9 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=lambda number: WAYS[number].__name__)
-@pytest.mark.parametrize("recipe", [LONGROPE, named("phimoe-base")], ids=lambda recipe: recipe.id)
+@pytest.mark.parametrize("recipe", [LONGROPE, NAMED["phimoe-base"]], ids=lambda recipe: recipe.id)
 def test_what_ran_before_leaves_no_trace(own_copy: Folders, recipe: Recipe, number: int) -> None:
     """After each way to run a model that has no numbers, or others, the model and fresh loads of it are as ever. With
     a rotary of its own, so that nothing that is kept of it was made before."""
@@ -151,7 +160,7 @@ def test_what_ran_before_leaves_no_trace(own_copy: Folders, recipe: Recipe, numb
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_the_default_dtype_changes_no_bit(checkpoints: Folders, dtype: torch.dtype) -> None:
-    for recipe in (*BASES, named("phimoe-longrope")):  # whose two scales are told apart in the forward
+    for recipe in (*BASES, NAMED["phimoe-longrope"]):  # whose two scales are told apart in the forward
         tokens = prompt(recipe.lengths[0])
         reference = load_reference(checkpoints(recipe), attn="sdpa")
         expected = reference(tokens).logits
@@ -165,7 +174,7 @@ def test_the_default_dtype_changes_no_bit(checkpoints: Folders, dtype: torch.dty
         assert all(torch.equal(each, expected) for each in logits), recipe.id
 
 
-def left_padded(tokens: Tensor, by: int = 3) -> Tensor:
+def padded(tokens: Tensor, by: int = 3) -> Tensor:
     mask = torch.ones_like(tokens)
     mask[0, :by] = 0
     return mask
@@ -174,7 +183,7 @@ def left_padded(tokens: Tensor, by: int = 3) -> Tensor:
 # -- autocast and float64 ------------------------------------------------------------------------------------------
 
 
-@every_family
+@pytest.mark.unchecked
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_transformers_with_and_without_gradients(
@@ -305,7 +314,7 @@ class _NoNumberBelow(TorchDispatchMode):
 def passes(model: HookedTransformer) -> Iterator[Callable[[], Tensor]]:
     """A plain pass, a masked one, steps of a cache with no mask, one of the new positions and one of all, and the same
     with a cache of values; each without what a user does before."""
-    tokens, step, mask = prompt(), prompt(1), left_padded(prompt())
+    tokens, step, mask = prompt(), prompt(1), padded(prompt())
     longer = torch.cat((mask, torch.ones_like(step)), dim=1)
     yield lambda: model(tokens)
     yield lambda: model(tokens, attention_mask=mask)
@@ -320,6 +329,7 @@ def passes(model: HookedTransformer) -> Iterator[Callable[[], Tensor]]:
         yield lambda cache=cache: model.run_with_cache(step, kv_cache=cache)[0]
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("recipe", [*BASES, MANY, LONGROPE], ids=lambda recipe: recipe.id)
 def test_no_number_is_asked_of_a_device(checkpoints: Folders, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a look is free and saves work, so it is taken there; where the memory is another's, it is not."""
@@ -352,10 +362,9 @@ def test_a_number_asked_for_is_noticed() -> None:
             ask()
 
 
-@every_family
 def test_a_device_without_numbers_runs_it_all(checkpoints: Folders, base: Recipe) -> None:
     """The meta device has no numbers to ask for, and refuses to."""
-    tokens, mask = prompt().to("meta"), left_padded(prompt()).to("meta")
+    tokens, mask = prompt().to("meta"), padded(prompt()).to("meta")
     for dtype, attn in ((torch.float32, "sdpa"), (torch.float16, "eager")):
         model = HookedTransformer.from_pretrained(checkpoints(base), dtype=dtype, attn_implementation=attn).to("meta")
         with torch.no_grad():
@@ -394,7 +403,7 @@ def test_arithmetic_in_place_allocates_nothing_where_nobody_records() -> None:
 @pytest.mark.parametrize("base", [BASES[0], MIXTURES[0]], ids=lambda base: base.id)
 def test_vmap_takes_masks(checkpoints: Folders, base: Recipe) -> None:
     model = HookedTransformer.from_pretrained(checkpoints(base))
-    masks = torch.stack([left_padded(prompt(LENGTH, 1), by) for by in (0, 2, 5)])
+    masks = torch.stack([padded(prompt(LENGTH, 1), by) for by in (0, 2, 5)])
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # slow where torch has no rule for a batch
@@ -437,8 +446,6 @@ for folder in sys.argv[1:]:
     run = compiled(model)
     for mask in (ones, left, right):
         close(run(tokens, attention_mask=mask), model(tokens, attention_mask=mask))
-    if folder in sys.argv[2:-1]:
-        continue
     run, answers, longer = compiled(model), [], torch.cat((left, ones[:, :1]), dim=1)
     for each in (run, model):
         cache = KVCache(model)
@@ -446,6 +453,7 @@ for folder in sys.argv[1:]:
         answers.append(each(tokens[:, :1], attention_mask=longer, kv_cache=cache))
     close(*answers)
 
+model = HookedTransformer.from_pretrained(sys.argv[1])
 close(compiled(model)(tokens, attention_mask=left, return_type="loss"),
       model(tokens, attention_mask=left, return_type="loss"))
 half = HookedTransformer.from_pretrained(sys.argv[1], dtype=torch.float16, attn_implementation="eager")
@@ -481,9 +489,10 @@ def run_apart(script: str, *arguments: str) -> None:
 
 
 def test_compiled_as_one_graph_it_takes_masks(checkpoints: Folders) -> None:
-    """With masks on every family; on the first and the last with a cache and masks, once each for the loss, and on the
-    open path in float16, which looks where it can."""
-    run_apart(COMPILED, *(str(checkpoints(base)) for base in BASES))
+    """On a parallel block, and on a dense one below a mixture with a window: with masks, with a cache and masks, once
+    each for the loss, and on the open path in float16, which looks where it can. Every family is compiled in
+    test_placing.py."""
+    run_apart(COMPILED, str(checkpoints(ONE)), str(checkpoints(TWO)))
 
 
 def test_compiled_a_sweep_of_hooks_needs_one_graph(checkpoints: Folders) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tiny import BASES, RECIPES, Recipe, load_reference, prompt
+from tests.tiny import BASES, NAMED, Folders, Recipe, load_reference, prompt
 from transformer_std import HookedTransformer
 
-Folders = Callable[[Recipe], Path]
 STARTS = ((0, 7, 13), (0, 3, 13))
 POSITIONS = torch.tensor([[*range(7), *range(6)], [*range(3), *range(10)]])
-WINDOW = next(recipe for recipe in RECIPES if recipe.id == "phi3-window")
+WINDOW = NAMED["phi3-window"]
 SEES_PACKED = [recipe for recipe in (*BASES, WINDOW) if recipe.family != "afmoe"]  # transformers' afmoe looks over it
 
 

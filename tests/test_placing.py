@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 import converters
-from tests.tiny import BASES, Recipe, prompt
+from tests.tiny import BASES, Folders, Recipe, prompt
 from transformer_std import HookedTransformer
-
-Folders = Callable[[Recipe], Path]
 
 
 def spread(model: HookedTransformer) -> dict[str, str]:
@@ -25,7 +22,6 @@ def spread(model: HookedTransformer) -> dict[str, str]:
     return {"embed_tokens": "cpu", **blocks, "norm": "cpu", "lm_head": "disk"}
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda base: base.id)
 @torch.no_grad()
 def test_a_model_partly_on_disk(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     whole = HookedTransformer.from_pretrained(checkpoints(base))
@@ -114,27 +110,24 @@ for folder in sys.argv[1:]:
     torch._dynamo.reset()
     compiled, plain = torch.compile(model, fullgraph=True, backend="eager"), model(prompt())
     torch.testing.assert_close(compiled(prompt()), plain)
-    torch.testing.assert_close(compiled(prompt(7)[:1]), model(prompt(7)[:1]))
-    torch.testing.assert_close(compiled(prompt(9)), model(prompt(9)))
-    with torch.enable_grad():
-        expected = gradients(model, model)
-        found = gradients(compiled, model)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
-    with model.hooks(fwd_hooks=[(("mlp_output", 1), lambda value, hook: value * 2)]):
-        torch.testing.assert_close(compiled(prompt()), model(prompt()))
-        assert not torch.allclose(compiled(prompt()), plain)
-    torch.testing.assert_close(compiled(prompt()), plain)
+    if folder == sys.argv[-1]:  # it has dense blocks and mixtures
+        with model.hooks(fwd_hooks=[(("mlp_output", 1), lambda value, hook: value * 2)]):
+            torch.testing.assert_close(compiled(prompt()), model(prompt()))
+            assert not torch.allclose(compiled(prompt()), plain)
+        torch.testing.assert_close(compiled(prompt()), plain)
+        torch.testing.assert_close(compiled(prompt(7)[:1]), model(prompt(7)[:1]))
+        with torch.enable_grad():
+            expected, found = gradients(model, model), gradients(compiled, model)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
 """
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
-def test_one_graph_and_hooks_added_later(base: Recipe, checkpoints: Folders) -> None:
+def test_one_graph_and_hooks_added_later(checkpoints: Folders) -> None:
     """torch.compile takes the whole forward as one graph; a hook added afterwards is honoured, and so is its end. In a
     process of its own, since the tests' type checks are nothing to compile."""
     root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED, str(checkpoints(base))], cwd=root, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", COMPILED, *(str(checkpoints(base)) for base in BASES)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

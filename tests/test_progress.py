@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import rich.console
 
 import converters
 from converters import progress
-from tests.tiny import BASES, Recipe
+from tests.tiny import BASES, Folders
 from transformer_std import HookedTransformer
-
-Folders = Callable[[Recipe], Path]
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Every released config, whole, on the meta device: our tensors are those of the release, name by name."""
+"""Every released config, whole, on the meta device: our tensors are those of the release, name by name.
+
+Tiny checkpoints with weights are in test_loading.py, what people save in test_custom.py, the Hub in test_sources.py."""
 
 from __future__ import annotations
 
@@ -133,6 +135,7 @@ def theirs(name: str) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@functools.cache
 def ours(name: str) -> HookedTransformer:
     with torch.device("meta"):
         return HookedTransformer(converters.read_config(cut(released(name))))

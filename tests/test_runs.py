@@ -6,7 +6,6 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.tiny import BASES, RECIPES, Recipe, prompt
+from tests.tiny import NAMED, Folders, Recipe, prompt
 from transformer_std import HookedTransformer, HookPoint, KVCache
 from transformer_std.hooks.runs import IDLE, RUN
 
-PHI3 = next(recipe for recipe in RECIPES if recipe.id == "phi3-base")
-Folders = Callable[[Recipe], Path]
+PHI3 = NAMED["phi3-base"]
 
 
 @pytest.fixture
@@ -188,7 +186,6 @@ def test_reset_hooks_takes_no_reader_and_no_other_thread_off(model: HookedTransf
     assert all(torch.equal(each, ablated) for each in hooked)
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("value", ["attention_probabilities", "mlp_neurons"])
 def test_gradients_under_activation_checkpointing_have_the_hook(
@@ -246,7 +243,6 @@ def test_a_step_that_fails_behind_the_blocks_was_not_read(value: str, model: Hoo
     assert torch.equal(found, model(tokens[:, 8:10], kv_cache=fresh))
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("grad", [False, True])
 def test_changing_kept_keys_and_values_leaves_the_memory_of_the_model(
     base: Recipe, grad: bool, checkpoints: Folders

@@ -28,12 +28,10 @@ from torch.nn.utils import parametrize, prune
 
 import converters
 from converters.tiny import make_tokenizer
-from tests.tiny import BASES, STRUCTURES, Recipe, build, edit_config, load_reference, prompt
+from tests.tiny import BASES, ONE, Folders, Recipe, build, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer, saving, whole
 
-Folders = Callable[[Recipe], Path]
 ROOT = Path(__file__).parent.parent
-ONE = Recipe("phi", "one", {"num_hidden_layers": 1})
 WRITERS = [
     pytest.param(lambda model, folder: model.save_pretrained(folder), id="save"),
     pytest.param(lambda model, folder: converters.export(model, folder, max_shard_size=60_000), id="export"),
@@ -75,11 +73,11 @@ def same(a: HookedTransformer, b: HookedTransformer) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["save", "export"])
-def test_a_hundred_kills_and_a_hundred_races(kind: str, pair: list[Path], tmp_path: Path) -> None:
+def test_fifty_kills_and_fifty_races(kind: str, pair: list[Path], tmp_path: Path) -> None:
     """A killed saver leaves one of the models whole, or nothing; so do two at once; the next one cleans up."""
     tasks = {
         task: subprocess.Popen(
-            [sys.executable, "-m", "tests.savers", task, kind, "100", tmp_path / task / "out", *pair],
+            [sys.executable, "-m", "tests.savers", task, kind, "50", tmp_path / task / "out", *pair],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -312,13 +310,12 @@ def test_a_reader_takes_header_and_tensors_of_one_file(
 # -- our own format ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_a_saved_model_has_the_bits_of_the_one_in_memory(
-    recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path
+    structure: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path
 ) -> None:
-    model = copy.deepcopy(HookedTransformer.from_pretrained(checkpoints(recipe), dtype=dtype))
+    model = copy.deepcopy(HookedTransformer.from_pretrained(checkpoints(structure), dtype=dtype))
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path)(prompt()), model(prompt()))
 
@@ -599,6 +596,7 @@ def test_files_are_utf8_whatever_the_locale(own_copy: Folders, tmp_path: Path) -
 
 
 def test_no_text_is_read_or_written_in_the_locales_encoding() -> None:
+    calls = 0
     for package in ("transformer_std", "converters"):
         for path in (ROOT / package).rglob("*.py"):
             code = path.read_text(encoding="utf-8")
@@ -608,9 +606,10 @@ def test_no_text_is_read_or_written_in_the_locales_encoding() -> None:
                     or re.search(r'"(r\+|a|w|r)b"', call[0])
                     or "os.open" in code[call.start() - 3 : call.end()]
                 ), f"{path.name}: {call[0]}"
+                calls += 1
+    assert calls > 5
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
 def test_a_model_that_was_cast_is_saved_and_exported(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     """Also what a load in float16 would have kept in float32: it is read as that, and loses nothing."""

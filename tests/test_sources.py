@@ -1,6 +1,7 @@
 """Where checkpoints come from: a file, and the Hub, which here is a small server that speaks its routes.
 
-The client runs in a process of its own, since huggingface_hub reads its settings when it is imported."""
+The client runs in a process of its own, since huggingface_hub reads its settings when it is imported. What a
+folder may hold is in test_loading.py, what people save in test_custom.py, the released configs in test_released.py."""
 
 from __future__ import annotations
 
@@ -23,11 +24,9 @@ from safetensors.torch import load_file, save_file
 
 import converters
 from converters.tiny import make_tokenizer
-from tests.tiny import BASES, RECIPES, STRUCTURES, Recipe, edit_config, prompt
+from tests.tiny import BASES, Folders, Recipe, edit_config, prompt
 from transformer_std import HookedTransformer
 
-Folders = Callable[[Recipe], Path]
-NAMED = {recipe.id: recipe for recipe in RECIPES}
 ROOT = Path(__file__).parent.parent
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
 REPO = "someone/tiny"
@@ -353,10 +352,9 @@ def test_not_cached_and_offline(hub: Hub, client: Client) -> None:
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", STRUCTURES, ids=lambda recipe: recipe.id)
 @torch.no_grad()
-def test_one_file(recipe: Recipe, own_copy: Folders) -> None:
-    folder = own_copy(recipe)
+def test_one_file(structure: Recipe, own_copy: Folders) -> None:
+    folder = own_copy(structure)
     expected = HookedTransformer.from_pretrained(folder)(prompt())
     file = (folder / "model.safetensors").rename(folder / "best.safetensors")
     for source in (file, str(file)):

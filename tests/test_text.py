@@ -313,6 +313,38 @@ def test_no_two_tokens_share_a_name(pieces: HookedTransformer, monkeypatch: pyte
     assert list(pieces.probs_to_dict(probabilities, k=5).values()) == list(named.values())
 
 
+@pytest.fixture(params=["phi", "afmoe"])
+def speaking(request: pytest.FixtureRequest, tmp_path: Path) -> HookedTransformer:
+    """A model with a tokenizer."""
+    make_checkpoint(request.param, tmp_path)
+    return HookedTransformer.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_readouts(speaking: HookedTransformer) -> None:
+    logits, cache = speaking.run_with_cache("the cat sat on the red mat")
+    probabilities = logits[0, -1].softmax(-1)
+    top = speaking.get_topk_closest_tokens(cache["layer_output", -1][0, -1], k=3)
+    assert [text for text, _ in top] == [speaking.tokenizer.decode([int(i)]) for i in probabilities.topk(3).indices]
+    assert [p for _, p in top] == pytest.approx(probabilities.topk(3).values.tolist(), rel=1e-4)
+    assert speaking.probs_to_dict(cache["next_token_probs"][0], k=3) == pytest.approx(dict(top), rel=1e-4)
+    nested = speaking.get_topk_closest_tokens(cache["layer_output", -1], k=3)
+    assert len(nested[0]) == 7
+    assert dict(nested[0][-1]) == pytest.approx(dict(top), rel=1e-4)
+
+
+def test_tokens_and_text(speaking: HookedTransformer) -> None:
+    text = "the cat sat on the red mat"
+    tokens = speaking.to_tokens(text)
+    assert speaking.to_string(tokens[0]) == text
+    assert speaking.to_string(tokens) == [text]
+    assert speaking.to_str_tokens(text) == ["the", " cat", " sat", " on", " the", " red", " mat"]
+    assert speaking.to_str_tokens(tokens) == speaking.to_str_tokens(text)
+    assert speaking.to_single_token("cat") == int(tokens[0, 1])
+    with pytest.raises(ValueError, match=r"'the cat' is 2 tokens, \['the', 'cat'\], not one"):
+        speaking.to_single_token("the cat")
+
+
 # -- no tokenizer ------------------------------------------------------------------------------------------------
 
 

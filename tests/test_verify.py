@@ -19,12 +19,8 @@ from converters import cli
 from converters.fill import same
 from converters.tiny import make_tokenizer
 from converters.verification.report import largest_difference
-from tests.tiny import BASES, RECIPES, VOCAB, Recipe, edit_config, load_reference, prompt
+from tests.tiny import BASES, NAMED, VOCAB, Folders, Recipe, edit_config, load_reference, prompt
 from transformer_std import HookedTransformer
-
-Folders = Callable[[Recipe], Path]
-NAMED = {recipe.id: recipe for recipe in RECIPES}
-BASE_IDS = [pytest.param(recipe, id=recipe.id) for recipe in BASES]
 
 
 def edit_tensors(folder: Path, **edits: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -69,7 +65,6 @@ def rows(tmp_path: Path) -> Path:
 # -- verify ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_our_own_format_is_verified(base: Recipe, dtype: str | None, checkpoints: Folders, tmp_path: Path) -> None:
     HookedTransformer.from_pretrained(checkpoints(base)).save_pretrained(tmp_path)
@@ -111,7 +106,6 @@ def test_a_model_in_memory_is_verified(name: str, checkpoints: Folders) -> None:
     assert converters.verify(model.bfloat16()).dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 def test_a_nan_is_equal_to_a_nan(base: Recipe, own_copy: Folders, tmp_path: Path) -> None:
     folder = own_copy(base)
     edit_tensors(
@@ -172,7 +166,6 @@ def test_what_is_no_rows_of_token_ids(text: str, checkpoints: Folders, rows: Pat
 # -- diff --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_the_same_in_another_format_is_equal_in_every_bit(
     base: Recipe, attn: str, checkpoints: Folders, tmp_path: Path
@@ -190,7 +183,6 @@ def test_the_same_in_another_format_is_equal_in_every_bit(
     assert again.bit_equal, again
 
 
-@pytest.mark.parametrize("base", BASE_IDS)
 @torch.no_grad()
 def test_what_differs_and_by_how_much(base: Recipe, own_copy: Folders, checkpoints: Folders, rows: Path) -> None:
     a, b = checkpoints(base), own_copy(base)

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import converters
 from converters.families import attention_of, module_of
 from converters.tiny import shake
+from transformer_std import HookedTransformer
 
 VOCAB = 131
 LENGTH = 13  # of a prompt; longer than every window here
@@ -186,13 +190,20 @@ RECIPES = [
         {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}, (5, 8, LENGTH),
     ),
 ]  # fmt: skip
+NAMED = {recipe.id: recipe for recipe in RECIPES}
+ONE = Recipe("phi", "one", {"num_hidden_layers": 1})  # the smallest
 BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
+MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "afmoe")]
 # One of each structure: what is no matter of numbers is shown on these.
 MORE = {
     "phi-qk_layernorm", "phi-tied", "phi3-window", "phi3-longrope", "phimoe-unbiased", "qwen2_moe-dense_first",
     "qwen2_moe-all_dense", "afmoe-biased",
 }  # fmt: skip
 STRUCTURES = [recipe for recipe in RECIPES if recipe in BASES or recipe.id in MORE]
+
+Folders = Callable[[Recipe], Path]  # the fixtures `checkpoints` and `own_copy`
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])  # the first four positions of row 0 are padding
 
 
 def hf_config(recipe: Recipe) -> Any:
@@ -245,3 +256,23 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32, attn: str =
 @functools.cache
 def prompt(length: int = LENGTH, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def left_padded(length: int = LENGTH, pads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, a mask that covers the first `pads` of row 0, and the positions that the mask makes."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :pads] = 0
+    return prompt(length), mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(converters.CheckpointError, match=message):
+        HookedTransformer.from_pretrained(folder)

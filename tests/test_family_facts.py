@@ -1,32 +1,33 @@
-"""Statements of the seeds that no other test makes, and the table of them all."""
+"""Statements about one family that no other test makes, and the table of them all (FAMILY_FACTS.md)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.tiny import BOUNDARY, RECIPES, Recipe, prompt
+import converters
+from tests.tiny import BOUNDARY, NAMED, Folders, prompt
 from transformer_std import HookedTransformer
 
-Folders = Callable[[Recipe], Path]
-NAMED = {recipe.id: recipe for recipe in RECIPES}
 TESTS = Path(__file__).parent
 
 
 def test_the_table_names_tests_that_exist() -> None:
-    sources = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
-    rows = (TESTS / "SEEDS.md").read_text().splitlines()[7:]
-    assert len(rows) > 30
+    """Each row below the head names at least one; and the table has rows of every family."""
+    written = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    tests = set(re.findall(r"^def (test_\w+)\(", written, re.MULTILINE))
+    head, _, *rows = [line for line in (TESTS / "FAMILY_FACTS.md").read_text().splitlines() if line.startswith("|")]
+    assert head == "| family | statement | test |"
+    families = {family for row in rows for family in row.split("|")[1].strip().split(", ")}
+    assert families == {"all", *converters.families()}
     for row in rows:
-        names = re.findall(r"`(test_\w+)`", row)
-        assert names, row
-        for name in names:
-            assert f"def {name}(" in sources, name
+        named = re.findall(r"`(\w+)`", row.split("|")[3])
+        assert named, row
+        assert set(named) <= tests, row
 
 
 def load(name: str, checkpoints: Folders) -> HookedTransformer:
