@@ -29,9 +29,10 @@ NOTES = (
     "num_assistant_tokens*", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
     "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix", "problem_type",
     "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "suppress_tokens", "target_lookbehind", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unk_token_id", "unsloth_*", "use_bfloat16", "use_cache",
+    "sep_token_id", "summary_*", "suppress_tokens", "target_lookbehind", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_*", "use_bfloat16",
+    "use_cache",
 )  # fmt: skip
 
 # Switches of other families, and the position in which each changes nothing here.

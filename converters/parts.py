@@ -194,7 +194,7 @@ def values(
     second: str = "post_attention_layernorm",
     queries: str = "q_proj",
     keys: str = "k_proj",
-    view: View = by_heads,
+    view: View | None = by_heads,
 ) -> dict[str, Places]:
     """Where transformers has the values. `queries` and `keys`: the modules whose outputs, through `view`, are those
     before the rotary."""

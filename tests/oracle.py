@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 import converters
+from converters.checkpoint import LiveTensors
+from converters.fill import turned
 from converters.rules import Stack, written_by
 from converters.verification.reference import Reference
 from tests.tiny import load_reference
@@ -22,7 +24,10 @@ def both(folder: Path, attn: str = "eager", dtype: torch.dtype = torch.float32) 
 
 def check_parameter_gradients(model: HookedTransformer, theirs: Any) -> None:
     rules = converters.family_of({"model_type": model.config.origin.family}).WEIGHTS
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    frozen = [name for name, each in theirs.named_parameters() if each.grad is None]
+    tensors = LiveTensors({name: each.grad for name, each in theirs.named_parameters() if name not in frozen})
+    as_ours = turned(tensors, rules)
+    gradients = {name: as_ours.tensor(name) for name in tensors} | dict.fromkeys(frozen)
     for name, parameter in model.named_parameters():
         names = [
             rule.theirs.format(**found[1])

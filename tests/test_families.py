@@ -3,6 +3,7 @@ every recipe, the rest on one recipe of each structure."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import converters
 from tests.oracle import both, check_parameter_gradients
 from tests.tiny import (
     BASES,
@@ -89,7 +91,7 @@ def test_loss_is_transformers(structure: Recipe, checkpoints: Folders) -> None:
 @torch.no_grad()
 def test_every_value_is_transformers(recipe: Recipe, attn: str, checkpoints: Folders) -> None:
     model, reference = both(checkpoints(recipe), attn)
-    skipped = OURS_ALONE | set(OPEN if attn == "sdpa" else ())
+    skipped = OURS_ALONE | set(OPEN if reference.model.config._attn_implementation == "sdpa" else ())
     for inputs in (
         {},
         dict(zip(("attention_mask", "position_ids"), left_padded(max(recipe.lengths))[1:], strict=True)),
@@ -351,34 +353,42 @@ def test_start_and_stop(structure: Recipe, checkpoints: Folders) -> None:
     assert torch.equal(middle, cache["layer_input", 2])
 
 
-def query_weights(theirs: Any) -> list[str]:
-    """What in transformers' model scales the queries: their norm where there is one, else their projection."""
-    names = [name for name, _ in theirs.named_parameters()]
-    return next(
-        found
-        for each in (".q_layernorm.", ".q_norm.", ".q_proj.", ".qkv_proj.")
-        if (found := [name for name in names if each in name])
-    )
+def scale_queries(model: HookedTransformer, factor: float) -> None:
+    """By their norm where there is one, else by their projection."""
+    for block in model.layers:
+        attention, rows = block.self_attn, model.num_heads * model.head_dim
+        scales = attention.q_norm or next(each for each in attention.projections.children())
+        for parameter in scales.parameters():
+            queries = parameter if attention.q_norm else parameter[:rows]
+            if attention.cfg.fused == "by_head":
+                queries = parameter.unflatten(0, (model.num_heads, 3, model.head_dim))[:, 0]
+            queries *= factor
+
+
+def passes_65504(recipe: Recipe) -> bool:
+    """Whether float16 scores of the family can: none that are capped or wide, nor products of scaled queries."""
+    config = converters.read_config(hf_config(recipe).to_dict())
+    attention = config.attention
+    return not (attention.softcap or attention.wide_scores or attention.scaled_queries or config.norm.around_one)
 
 
 # -- float16 -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", filter(passes_65504, STRUCTURES), ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_eager_float16_is_finite_where_the_product_passes_65504(
-    structure: Recipe, grad: bool, own_copy: Folders
+    recipe: Recipe, grad: bool, checkpoints: Folders, tmp_path: Path
 ) -> None:
     """phi-2's trouble: transformers' eager attention overflows to NaN; ours is finite, and says what float32 says."""
-    folder = own_copy(structure)
+    folder = checkpoints(recipe)
     _, cache = HookedTransformer.from_pretrained(folder).run_with_cache(prompt(), names_filter="attention_queries")
     factor = 20_000 / max(float(value.abs().max()) for value in cache.values())
-    theirs = load_reference(folder)
-    heads = theirs.config.num_attention_heads * cache["attention_queries", 0].shape[-1]
+    model = copy.deepcopy(HookedTransformer.from_pretrained(folder))
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if any(each in name for each in query_weights(theirs)):
-                parameter[:heads] *= factor
-    theirs.save_pretrained(folder)
+        scale_queries(model, factor)
+    folder = tmp_path / "scaled"
+    converters.export(model, folder)
     half, single = (
         HookedTransformer.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         for dtype in (torch.float16, torch.float32)

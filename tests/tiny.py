@@ -192,12 +192,16 @@ RECIPES = [
 ]  # fmt: skip
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 ONE = Recipe("phi", "one", {"num_hidden_layers": 1})  # the smallest
-BASES = [recipe for recipe in RECIPES if recipe.name == "base"]
+FAMILIES = [recipe for recipe in RECIPES if recipe.name == "base"]  # one of each
+# Of the machinery, every part is in one of these: what no family does in a way of its own is shown on them.
+DIFFERENT = ("phi", "phi3", "phimoe", "qwen2_moe", "afmoe", "gpt2", "gemma2")
+BASES = [recipe for recipe in FAMILIES if recipe.family in DIFFERENT]
 MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "afmoe")]
 # One of each structure: what is no matter of numbers is shown on these.
 MORE = {
     "phi-qk_layernorm", "phi-tied", "phi3-window", "phi3-longrope", "phimoe-unbiased", "qwen2_moe-dense_first",
-    "qwen2_moe-all_dense", "afmoe-biased",
+    "qwen2_moe-all_dense", "afmoe-biased", "olmo2-base", "gemma3_text-base", "gpt_neox-base", "gptj-base", "opt-base",
+    "mixtral-base",
 }  # fmt: skip
 STRUCTURES = [recipe for recipe in RECIPES if recipe in BASES or recipe.id in MORE]
 
@@ -232,7 +236,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def as_released(folder: Path) -> None:
     """Rewrites a checkpoint's config as transformers 4 spelled it, the way the released files are."""
     config = json.loads((folder / "config.json").read_text())
-    rope = dict(config["rope_parameters"])
+    if not (rope := config.get("rope_parameters")) or "rope_theta" not in rope:  # none, or one for each kind of block
+        edit_config(folder, dtype=None, torch_dtype=config["dtype"])
+        return
     theta, partial, kind = (rope.pop(key, None) for key in ("rope_theta", "partial_rotary_factor", "rope_type"))
     if config["model_type"] == "phi3":  # its files have it at the top level
         rope.pop("original_max_position_embeddings", None)

@@ -6,15 +6,21 @@ Release: https://huggingface.co/google/gemma-3-270m
 """
 
 from converters import parts
-from converters.families import gemma2
 from converters.hf_config import ConfigReader
 from converters.parts import FULL, SLIDING
 from converters.rope import rotary
 from transformer_std.config import Layer, TransformerConfig
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
-WEIGHTS = gemma2.WEIGHTS
-VALUES = {**gemma2.VALUES, **parts.before_rotary("q_norm", "k_norm", None)}
+SECOND, POST = "pre_feedforward_layernorm", ("post_attention_layernorm", "post_feedforward_layernorm")
+WEIGHTS = parts.weights(parts.post_norms(*POST), second=SECOND)
+VALUES = parts.values(
+    {**parts.sandwich(*POST), "token_embeddings": parts.UNSCALED},
+    second=SECOND,
+    queries="q_norm",
+    keys="k_norm",
+    view=None,
+)
 TINY = {
     **parts.TINY,
     "head_dim": 24,
@@ -23,8 +29,11 @@ TINY = {
     "layer_types": [SLIDING, FULL, SLIDING],
 }
 DEFAULTS = {
-    **gemma2.DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "pad_token_id": 0, "tie_word_embeddings": True,
+    "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096, "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
 }  # fmt: skip
 
 

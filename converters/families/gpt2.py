@@ -61,13 +61,9 @@ SPELLED = {
     "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head", "hidden_act": "activation_function", "max_position_embeddings": "n_positions",
 }  # fmt: skip
-OF_ANOTHER_HEAD = (
-    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-)  # fmt: skip
 
 
 def config(hf: ConfigReader) -> TransformerConfig:
-    hf.ignore(*OF_ANOTHER_HEAD, because="of another head")
     hf.ignore("n_ctx", "n_special", "predict_special_tokens", "output_past", because="of older versions")
     hf.require("reorder_and_upcast_attn", False)
     hf.require("add_cross_attention", False)

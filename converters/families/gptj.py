@@ -6,7 +6,6 @@ Release: https://huggingface.co/EleutherAI/gpt-j-6b
 """
 
 from converters import parts
-from converters.families import gpt2
 from converters.hf_config import ConfigError, ConfigReader
 from converters.parts import OURS, both
 from converters.places import Input, Output, by_heads, side_by_side
@@ -54,11 +53,13 @@ DEFAULTS = {
     "hidden_act": "gelu_new", "max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5, "rotary_dim": 64,
 }  # fmt: skip
 
-SPELLED = gpt2.SPELLED
+SPELLED = {
+    "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head", "hidden_act": "activation_function", "max_position_embeddings": "n_positions",
+}  # fmt: skip
 
 
 def config(hf: ConfigReader) -> TransformerConfig:
-    hf.ignore(*gpt2.OF_ANOTHER_HEAD, because="of another head")
     hf.require("rotary", True)
     hf.require("scale_attn_weights", True)
     head_dim, dims = hf.heads()[2], hf.width("rotary_dim")
