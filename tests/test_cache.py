@@ -31,6 +31,7 @@ def storages(cache: ActivationCache) -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("recipe", [*BASES, GROUPED], ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_filtered_cache_holds_no_more_than_its_values(recipe: Recipe, grad: bool, checkpoints: Folders) -> None:
