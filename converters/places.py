@@ -49,6 +49,17 @@ class Between:
     view: View | None = None
 
 
+@dataclass(frozen=True)
+class Gating:
+    """The inside of transformers' experts: the parts of the first product that are the gate's and the up's, and the
+    activation, as the output of their module `act_fn`, or of a torch function, the `call`-th that they call."""
+
+    gate: View
+    up: View
+    function: str | None = None
+    call: int = 0
+
+
 # A list where blocks differ: the first whose module a block has.
 Places = Place | Between | list[Place]
 
@@ -104,3 +115,14 @@ def first_half(x: Tensor, at: At) -> Tensor:
 
 def second_half(x: Tensor, at: At) -> Tensor:
     return x[..., x.shape[-1] // 2 :]
+
+
+def evens(x: Tensor, at: At) -> Tensor:
+    return x[..., ::2]
+
+
+def odds(x: Tensor, at: At) -> Tensor:
+    return x[..., 1::2]
+
+
+HALVES = Gating(first_half, second_half)

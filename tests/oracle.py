@@ -19,7 +19,7 @@ from transformer_std import HookedTransformer
 def both(folder: Path, attn: str = "eager", dtype: torch.dtype = torch.float32) -> tuple[HookedTransformer, Reference]:
     model = HookedTransformer.from_pretrained(folder, dtype=dtype, attn_implementation=attn)
     hf = load_reference(folder, dtype, attn)
-    return model, Reference(hf, model.config, converters.family_of({"model_type": model.config.origin.family}).VALUES)
+    return model, Reference(hf, model.config, converters.family_of({"model_type": model.config.origin.family}))
 
 
 def check_parameter_gradients(model: HookedTransformer, theirs: Any) -> None:

@@ -243,8 +243,14 @@ def test_identities(recipe: Recipe, checkpoints: Folders) -> None:
         if model.config.layers[i].kind == "parallel":  # sums its sublayers first, and then to the bit
             assert torch.equal(parts[1] + parts[2] + parts[0], parts[3])
         pattern = cache["attention_probabilities", i]
-        assert torch.equal(cache["attention_scores", i].softmax(-1), pattern)
-        assert cache["attention_scores", i].isfinite().all()
+        scores = cache["attention_scores", i]
+        assert scores.isfinite().all()
+        if block.self_attn.cfg.sinks:  # a sink's share is in no pattern
+            scores = torch.cat((scores, cache["attention_sinks", i]), -1)
+            pattern = torch.cat((pattern, 1 - pattern.sum(-1, keepdim=True)), -1)
+            torch.testing.assert_close(scores.softmax(-1), pattern)
+        else:
+            assert torch.equal(scores.softmax(-1), pattern)
         torch.testing.assert_close(pattern.sum(-1), torch.ones(pattern.shape[:-1]))
         projected = cache["attention_result", i].sum(2) + block.self_attn.b_O
         torch.testing.assert_close(projected, block.self_attn.o(cache["attention_premix", i].flatten(2)))

@@ -189,6 +189,12 @@ RECIPES = [
         "opt", "unbiased_untied",
         {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}, (5, 8, LENGTH),
     ),
+    Recipe("gpt_oss", "base", {}, (5, 6, 7, LENGTH)),
+    Recipe("gpt_oss", "unbiased_tied", {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    Recipe(
+        "gpt_oss", "layer_types",
+        {"layer_types": [FULL, SLIDING, SLIDING], "rope_parameters": LINEAR, "swiglu_alpha": 1.3}, (5, 8, LENGTH),
+    ),
 ]  # fmt: skip
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 ONE = Recipe("phi", "one", {"num_hidden_layers": 1})  # the smallest

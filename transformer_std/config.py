@@ -179,14 +179,30 @@ class SigmoidTopK:
     scale: float
 
 
-Router = SparseMixer | SoftmaxTopK | SigmoidTopK
+@dataclass(frozen=True)
+class TopKSoftmax:
+    """A softmax over the top logits alone."""
+
+    scoring: ClassVar[str] = "chosen"
+
+
+Router = SparseMixer | SoftmaxTopK | SigmoidTopK | TopKSoftmax
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """In the place of act(gate) * up: gate * sigmoid(`alpha` * gate) * (up + 1), of a gate that is at most `limit`, and
+    an up within it. The two lie interleaved, neuron after neuron."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True)
 class Mixture:
     """`top_k` of `num_experts` gated MLPs a token, each `intermediate_size` wide, beside an optional `shared` one that
     every token runs through; `shared_gate`: times a sigmoid of the token. `shared_first`: it runs before the router,
-    since the gradients of an input add up in the order of its uses."""
+    since the gradients of an input add up in the order of its uses. `bias`: of the router and of the experts."""
 
     intermediate_size: int
     activation: str
@@ -196,6 +212,8 @@ class Mixture:
     shared: Mlp | None = None
     shared_gate: bool = False
     shared_first: bool = False
+    bias: bool = False
+    clamp: Clamp | None = None
 
 
 @dataclass(frozen=True)

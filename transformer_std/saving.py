@@ -173,7 +173,7 @@ def as_they_lie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, but for each matrix whose columns lie together its transpose under a name that says so: what a
     product rounds to depends on it."""
     turned = {
-        name: each.ndim == 2 and not each.is_contiguous() and each.mT.is_contiguous() for name, each in tensors.items()
+        name: each.ndim > 1 and not each.is_contiguous() and each.mT.is_contiguous() for name, each in tensors.items()
     }
     return {
         name + TRANSPOSED if turned[name] else name: each.mT if turned[name] else each for name, each in tensors.items()

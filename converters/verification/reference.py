@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from converters.places import At, Between, Place, Places
+from converters.places import HALVES, At, Between, Gating, Place, View
 from transformer_std.components.blocks import BLOCKS
 from transformer_std.config import Block, TransformerConfig
 from transformer_std.hooks.hook_point import laid_out_as
@@ -28,6 +30,10 @@ Edit = Callable[[Tensor], Tensor | None]
 
 
 def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def whole(x: Tensor, at: At) -> Tensor:
     return x
 
 
@@ -85,11 +91,12 @@ class Reference:
     Args:
         model: a live transformers model, on sdpa or eager attention.
         config: our config of it.
-        values: the family's `VALUES`.
+        family: its module, whose `VALUES` say where its modules have them, and `GATING` where its experts do.
     """
 
-    def __init__(self, model: Any, config: TransformerConfig, values: dict[str, Places]):
-        self.model, self.config, self._values = model, config, values
+    def __init__(self, model: Any, config: TransformerConfig, family: ModuleType):
+        self.model, self.config, self._values = model, config, family.VALUES
+        self._gating = getattr(family, "GATING", HALVES)
 
     def run(self, tokens: Tensor, *, edits: dict[str, Edit] | None = None, **inputs: Any) -> Run:
         """One forward of transformers' model, with `edits` of values at their places: full name -> a function that
@@ -114,7 +121,8 @@ class Reference:
                     _hook(run, pattern.format(i=i), there[0], modules[there[0].module.format(i=i)], at, stack)
         for i in range(self.config.num_layers):
             if (experts := modules.get(f"model.layers.{i}.mlp.experts")) is not None:
-                _hook_experts(run, f"layers.{i}.mlp.", experts, size, stack)
+                at = At(self.config.attending[i], size)
+                _hook_experts(run, f"layers.{i}.mlp.", experts, self._gating, at, stack)
 
     @contextlib.contextmanager
     def _hook_attention(self, run: Run) -> Iterator[None]:
@@ -208,10 +216,9 @@ def _intercept(module: Any, calls: dict[str, Call], stack: contextlib.ExitStack)
     stack.callback(setattr, module, "forward", forward)
 
 
-def _hook_experts(run: Run, host: str, experts: Any, size: tuple[int, int], stack: contextlib.ExitStack) -> None:
+def _hook_experts(run: Run, host: str, experts: Any, gating: Gating, at: At, stack: contextlib.ExitStack) -> None:
     """The inside of transformers' grouped_mm experts: rows sorted by expert, shown in slot order."""
-    batch, seq = size
-    products: list[Tensor] = []
+    batch, seq = at.size
     order: list[Tensor] = []
 
     def in_slots(rows: Tensor) -> Tensor:
@@ -219,12 +226,12 @@ def _hook_experts(run: Run, host: str, experts: Any, size: tuple[int, int], stac
         back[order[0]] = torch.arange(len(back))
         return rearrange(rows[back], "(batch seq slot) width -> batch seq slot width", batch=batch, seq=seq)
 
-    def meet(name: str, rows: Tensor, part: slice = slice(None)) -> Tensor:
+    def meet(name: str, rows: Tensor, part: View = whole) -> Tensor:
         def put(rows: Tensor, slots: Tensor) -> Tensor:
-            rows[:, part] = slots.flatten(0, 2)[order[0]]
+            part(rows, at).copy_(slots.flatten(0, 2)[order[0]])
             return rows
 
-        return run.meet(host + name, rows, lambda rows: in_slots(rows[:, part]), put)
+        return run.meet(host + name, rows, lambda rows: in_slots(part(rows, at)), put)
 
     def by_token(x: Tensor) -> Tensor:
         return rearrange(x, "(batch seq) ... -> batch seq ...", batch=batch)
@@ -233,19 +240,21 @@ def _hook_experts(run: Run, host: str, experts: Any, size: tuple[int, int], stac
         hidden, indices, weights = args
         weights = run.meet(host + "expert_weights", weights, by_token)
         indices = run.meet(host + "expert_indices", indices, by_token)
-        products.clear()
         order[:] = [torch.sort(indices.reshape(-1)).indices]
         return hidden, indices, weights
 
-    def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        rows, *rest = args
-        rows = meet("mlp_neurons", rows) if products else rows
-        out = func(rows, *rest, **kwargs)
-        products.append(out)
-        if len(products) == 1:
-            half = out.shape[-1] // 2
-            out = meet("mlp_up", meet("mlp_preactivation", out, slice(half)), slice(half, None))
-        return out
+    apply_gate = experts._apply_gate
+
+    def gate(rows: Tensor) -> Tensor:
+        rows = meet("mlp_up", meet("mlp_preactivation", rows, gating.gate), gating.up)
+        counted = itertools.count(1)
+
+        def activation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            out = func(*args, **kwargs)
+            return meet("mlp_activation", out) if next(counted) == gating.call else out
+
+        with _Intercepting({gating.function: activation} if gating.function else {}):
+            return meet("mlp_neurons", apply_gate(rows))
 
     def total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return func(run.meet(host + "expert_outputs", args[0], by_token), *args[1:], **kwargs)
@@ -256,10 +265,13 @@ def _hook_experts(run: Run, host: str, experts: Any, size: tuple[int, int], stac
     def activated(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return meet("mlp_activation", output)
 
-    _intercept(experts, {"grouped_mm": product, "_grouped_mm": product, "sum": total}, stack)
+    _intercept(experts, {"sum": total}, stack)
+    experts._apply_gate = gate
+    stack.callback(delattr, experts, "_apply_gate")
     stack.callback(experts.register_forward_pre_hook(enter).remove)
     stack.callback(experts.register_forward_hook(leave).remove)
-    stack.callback(experts.act_fn.register_forward_hook(activated).remove)
+    if gating.function is None:
+        stack.callback(experts.act_fn.register_forward_hook(activated).remove)
 
 
 def _recording_attention(
@@ -289,7 +301,13 @@ def _recording_attention(
     def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return func(run.meet(host + "attention_probabilities", args[0]), *args[1:], **kwargs)
 
+    def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        scores, sinks = args[0]
+        scores = run.meet(host + "attention_scores", scores)
+        return func((scores, run.meet(host + "attention_sinks", sinks.clone())), *args[1:], **kwargs)
+
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    with _Intercepting({"softmax": softmax, "dropout": dropout}):
+    before = {"cat": cat} if getattr(module, "sinks", None) is not None else {"softmax": softmax}
+    with _Intercepting({**before, "dropout": dropout}):
         heads, pattern = eager(module, q, k, v, attention_mask, **kwargs)
     return run.meet(host + "attention_head_outputs", heads), pattern

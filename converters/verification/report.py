@@ -136,7 +136,7 @@ def verify(
             model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
         fill(model, LiveTensors.of(theirs), family.WEIGHTS, next(theirs.parameters()).dtype)
         other = tuple(unlike(model, tensors, rules))
-        reference = Reference(theirs, model.config, family.VALUES)
+        reference = Reference(theirs, model.config, family)
         read = inputs(model, prompts, token_files)
         comparisons = tuple(_compare(model, reference, label, tokens, layers) for label, tokens in read)
     name = "a model in memory" if isinstance(source, HookedTransformer) else str(source)

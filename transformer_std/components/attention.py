@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_std import config
 from transformer_std.components.kernels import (
@@ -22,6 +22,7 @@ from transformer_std.components.kernels import (
     masked_scores,
     mix_fast,
     positions_first,
+    softmax_beside,
     wide_scores,
 )
 from transformer_std.components.norms import AnyNorm, norm_or_none
@@ -36,7 +37,7 @@ from transformer_std.components.rotary import Angles, turn_both
 from transformer_std.components.states import LayerKV
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host
-from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Values
+from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Sinks, Values
 from transformer_std.modules import Linear
 from transformer_std.weights import UnreadableWeight, linear_map
 
@@ -56,6 +57,7 @@ class Attention(Host):
     attention_keys = HookPoint(Keys, "The keys entering attention, one a key/value head, with any cached prefix")
     attention_values = HookPoint(Values, "The values entering attention, one a key/value head, with any cached prefix")
     attention_scores = HookPoint(Pattern, "The attention scores entering the softmax, scaled and masked")
+    attention_sinks = HookPoint(Sinks, "The score of each head's sink, which enters the softmax beside the others")
     attention_probabilities = HookPoint(Pattern, "The attention pattern the values are mixed with")
     attention_head_outputs = HookPoint(HeadOutputs, "Each head's mixed values")
     attention_gate = HookPoint(HeadOutputs, "The output gate of every head, before its sigmoid")
@@ -76,7 +78,10 @@ class Attention(Host):
         self.k_norm = norm_or_none(cfg.qk_norm, over[1] * cfg.head_dim)
         self.gate = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=False) if cfg.output_gate else None
         self.o = Linear(cfg.num_heads * cfg.head_dim, hidden_size, bias=cfg.output_bias)
+        self.sinks = nn.Parameter(torch.empty(cfg.num_heads)) if cfg.sinks else None
         self.post_norm = norm_or_none(post_norm, hidden_size)
+        if not cfg.sinks:
+            self.without("this attention has no sinks", "attention_sinks")
         if not cfg.output_gate:
             self.without("this attention has no output gate", "attention_gate")
         if not post_norm:
@@ -112,18 +117,25 @@ class Attention(Host):
         return split_heads(norm(merge_heads(x.transpose(1, 2))), self.cfg.head_dim)
 
     def mix(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
-        openly = self.eager or self.cfg.softcap is not None
+        openly = self.eager or self.cfg.softcap is not None or self.sinks is not None
         if not (openly or self.attention_scores.watched or self.attention_probabilities.watched):
             return mix_fast(q, k, v, mask, self.scale)
         scores = self.attention_scores(self.scores(q, k, mask))
-        pattern = self.attention_probabilities(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype))
+        pattern = self.attention_probabilities(self.pattern(scores).to(q.dtype))
         heads = torch.matmul(pattern, expand_kv(v.contiguous(), self.cfg.num_heads // self.cfg.num_kv_heads))
         return positions_first(heads)
 
     def scores(self, q: Queries, k: AllKeys, mask: Mask) -> Pattern:
         if self.cfg.wide_scores:
             return wide_scores(q, k, mask, self.scale)
-        return masked_scores(q, k, mask, self.scale, self.cfg.softcap)
+        return masked_scores(q, k, mask, self.scale, self.cfg.softcap, shifts=not self.cfg.sinks)
+
+    def pattern(self, scores: Pattern) -> Pattern:
+        if self.sinks is None:
+            return F.softmax(scores, dim=-1, dtype=torch.float32)
+        batch, heads, queries, _ = scores.shape
+        sinks = repeat(self.sinks, "head -> batch head query 1", batch=batch, query=queries).contiguous()
+        return softmax_beside(scores, self.attention_sinks(sinks))
 
     def project(self, premix: HeadOutputs) -> Residual:
         out = self.o(merge_heads(premix))

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_std.components.positions import causal
 from transformer_std.components.reuse import filled, times
 from transformer_std.components.tracing import can_look
-from transformer_std.layouts import HeadOutputs, HeadResults, Pattern, Queries
+from transformer_std.layouts import HeadOutputs, HeadResults, Pattern, Queries, Sinks
 
 AllKeys = Float[Tensor, "batch num_kv_heads key qk_head_dim"]
 AllValues = Float[Tensor, "batch num_kv_heads key head_dim"]
@@ -55,9 +55,11 @@ def capped(x: Float[Tensor, "*axes"], cap: float | None) -> Float[Tensor, "*axes
     return x if cap is None else times(torch.tanh(x / cap), cap)
 
 
-def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float, softcap: float | None = None) -> Pattern:
+def masked_scores(
+    q: Queries, k: AllKeys, mask: Mask, scale: float, softcap: float | None = None, shifts: bool = True
+) -> Pattern:
     """The scores entering the softmax, capped by a tanh where there is a `softcap`. A masked entry is the dtype's
-    lowest finite number."""
+    lowest finite number. `shifts`: a row of float16 scores may be given relative to its largest, where it overflows."""
     # In one piece, as they come out of transformers' key/value cache, which a plain call of it has too: in float16 the
     # product of queries and keys rounds differently on other strides.
     k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
@@ -65,11 +67,18 @@ def masked_scores(q: Queries, k: AllKeys, mask: Mask, scale: float, softcap: flo
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
     scores = capped(scaled_scores(q, k, scale), softcap)
     scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
-    if scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
+    if shifts and scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
         return _refined(
             scores, capped(scaled_scores(q.float(), k.float(), scale), softcap).masked_fill(~mask, -torch.inf)
         )
     return scores
+
+
+def softmax_beside(scores: Pattern, sinks: Sinks) -> Pattern:
+    """The softmax of the scores and a sink's, without the sink's share; in their own dtype, as transformers has it."""
+    both = torch.cat((scores, sinks), dim=-1)
+    both = both - both.max(dim=-1, keepdim=True).values
+    return F.softmax(both, dim=-1, dtype=both.dtype)[..., :-1]
 
 
 def wide_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:

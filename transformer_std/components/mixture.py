@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_std import config
-from transformer_std.components.experts import Experts
+from transformer_std.components.experts import ClampedExperts, Experts
 from transformer_std.components.mlp import SharedExpert
 from transformer_std.components.norms import norm_or_none
 from transformer_std.components.routers import ROUTERS, Choice
@@ -62,16 +62,18 @@ class Mixture(Host):
         super().__init__()
         self.cfg, scoring = cfg, cfg.router.scoring
         # Beside a selection bias a router starts from ties, which the bias breaks.
-        self.router = (ZeroedLinear if scoring == "sigmoid" else Linear)(hidden_size, cfg.num_experts, bias=False)
+        self.router = (ZeroedLinear if scoring == "sigmoid" else Linear)(hidden_size, cfg.num_experts, bias=cfg.bias)
         self.expert_bias = (
             nn.Parameter(torch.zeros(cfg.num_experts), requires_grad=False) if scoring == "sigmoid" else None
         )
-        self.experts = Experts(cfg, hidden_size)
+        self.experts = (ClampedExperts if cfg.clamp else Experts)(cfg, hidden_size)
         self.shared_experts = shared_experts(cfg.shared, hidden_size)
         self.shared_gate = Linear(hidden_size, 1, bias=False) if cfg.shared_gate else None
         self.post_norm = norm_or_none(post_norm, hidden_size)
         if scoring == "sparsemixer":
             self.without("sparsemixer scores each slot on its own: read router_logits", "router_scores")
+        if scoring == "chosen":
+            self.without("this router scores the chosen experts alone: read router_logits", "router_scores")
         if not cfg.shared:
             self.without("this mixture has no shared expert", "shared_expert_output", "shared_expert_gate")
         elif not cfg.shared_gate:
@@ -148,15 +150,11 @@ class Mixture(Host):
 
     @property
     def W_gate(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
-        return rearrange(
-            self._stacked("gate_up")[:, : self.intermediate_size], "expert neuron hidden -> expert hidden neuron"
-        )
+        return self.experts.halves(rearrange(self._stacked("gate_up"), "expert both hidden -> expert hidden both"))[0]
 
     @property
     def W_in(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
-        return rearrange(
-            self._stacked("gate_up")[:, self.intermediate_size :], "expert neuron hidden -> expert hidden neuron"
-        )
+        return self.experts.halves(rearrange(self._stacked("gate_up"), "expert both hidden -> expert hidden both"))[1]
 
     @property
     def W_out(self) -> Float[Tensor, "num_experts intermediate_size hidden_size"]:

@@ -29,6 +29,12 @@ def sigmoid_top_k(scores: RouterLogits, bias: Float[Tensor, " num_experts"], top
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, indices
 
 
+def top_k_softmax(logits: RouterLogits, top_k: int) -> Choice:
+    """The largest `top_k` logits, and a softmax over them."""
+    chosen, indices = torch.topk(logits, top_k, dim=-1)
+    return chosen.softmax(-1), indices
+
+
 def sparsemixer(logits: RouterLogits, jitter: float, training: bool) -> Choice:
     """Two slots in turn, the second without the first one's expert (SparseMixer-v2, https://arxiv.org/abs/2409.12136).
 
@@ -114,4 +120,5 @@ ROUTERS: dict[type, Router] = {
     config.SoftmaxTopK: Router(lambda logits: logits.softmax(-1, dtype=torch.float32), _choose_softmax),
     config.SigmoidTopK: Router(lambda logits: logits.float().sigmoid(), _choose_sigmoid),
     config.SparseMixer: Router(None, _choose_sparsemixer),
+    config.TopKSoftmax: Router(None, lambda mixture, logits, scores: top_k_softmax(logits, mixture.top_k)),
 }
