@@ -133,7 +133,7 @@ class Attention(Host):
     def pattern(self, scores: Pattern) -> Pattern:
         if self.sinks is None:
             return F.softmax(scores, dim=-1, dtype=torch.float32)
-        batch, heads, queries, _ = scores.shape
+        batch, _, queries, _ = scores.shape
         sinks = repeat(self.sinks, "head -> batch head query 1", batch=batch, query=queries).contiguous()
         return softmax_beside(scores, self.attention_sinks(sinks))
 

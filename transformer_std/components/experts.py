@@ -44,8 +44,8 @@ class Route:
 
 
 class Experts(Direct):
-    """The experts' matrices, stacked: gate over up [num_experts 2*intermediate hidden], and down; each with a bias where
-    the mixture has them."""
+    """The experts' matrices, stacked: gate over up [num_experts 2*intermediate hidden], and down; biases where the
+    mixture has them."""
 
     def __init__(self, cfg: config.Mixture, hidden_size: int):
         super().__init__()
