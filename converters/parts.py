@@ -52,7 +52,8 @@ def gated(hf: ConfigReader, width: str = "intermediate_size", activation: str = 
 
 def mixture(hf: ConfigReader, router: Router, width: str = "moe_intermediate_size", **more: Any) -> Mixture:
     """Routed experts, whose number is `num_local_experts` or `num_experts`."""
-    experts, top_k = hf.whole("num_local_experts", hf.take("num_experts"), least=0), hf.whole("num_experts_per_tok")
+    key = "num_experts" if hf.take("num_local_experts") is None else "num_local_experts"
+    experts, top_k = hf.whole(key, least=0), hf.whole("num_experts_per_tok")
     if 0 < experts < top_k:
         raise ConfigError(f"config: {top_k} experts a token of {experts}")
     return Mixture(hf.whole(width), hf.one_of("hidden_act", ACTIVATIONS), experts, top_k, router, **more)

@@ -12,27 +12,33 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 import converters
+from converters.rules import Ignore
 from tests.tiny import (
     BASES,
     NAMED,
+    STRUCTURES,
     VOCAB,
     Folders,
     Recipe,
     as_released,
     edit_config,
+    family_of,
+    hf_config,
     load_reference,
     prompt,
     refused,
+    released,
     tensors_of,
     write_tensors,
 )
 from transformer_std import HookedTransformer
 
-TIED_IDS = ["phi-tied", "phi3-tied", "phimoe-tied", "qwen2_moe-dense_first", "afmoe-biased"]
-BIASED_HEADS = ["phi-tied", "phimoe-tied"]  # nothing ties the bias
+TIED = [recipe for recipe in STRUCTURES if hf_config(recipe).tie_word_embeddings]
+TIED_IDS = [recipe.id for recipe in TIED]
+UNTIED = [recipe for recipe in BASES if recipe not in TIED]
+BIASED_HEADS = ["phi-tied"]  # nothing ties the bias
 
 
 def rename(folder: Path, new_name: Callable[[str], str | None]) -> None:
@@ -68,13 +74,14 @@ def test_a_fine_tune(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None
         assert torch.equal(model(tokens), load_reference(tmp_path, attn="sdpa")(tokens).logits)
 
 
-def test_rotary_frequencies_in_the_file(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
+def test_what_is_recomputed_may_be_in_the_file(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
     folder = own_copy(base)
-    names = ["model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3))]
+    needless = [rule.theirs for rule in family_of(base).WEIGHTS if isinstance(rule, Ignore)]
+    names = {name.format(i=i) for name in needless for i in range(3)}
     write_tensors(folder, {**tensors_of(folder), **{name: torch.ones(8) for name in names}})
     same_weights(HookedTransformer.from_pretrained(folder), checkpoints(base))
-    rename(folder, lambda name: name.replace("model.rotary_emb", "model.layers.0.rotary_emb"))
-    refused(folder, r"left over: model.layers.0.rotary_emb.inv_freq \[8\]")
+    rename(folder, lambda name: f"{name}.again" if name in names else name)
+    refused(folder, rf"left over: {re.escape(min(names))}.again \[8\]")
 
 
 @pytest.mark.parametrize("recipe_id", [*(recipe.id for recipe in BASES), *TIED_IDS])
@@ -96,19 +103,21 @@ def test_a_model_whose_blocks_were_compiled(own_copy: Folders, checkpoints: Fold
 
 def test_without_the_prefix(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
     folder = own_copy(base)
-    rename(folder, lambda name: name.removeprefix("model."))
+    prefix, _, embedding = released(base, "embed_tokens.weight").partition(".")
+    rename(folder, lambda name: name.removeprefix(f"{prefix}."))
     same_weights(HookedTransformer.from_pretrained(folder), checkpoints(base))
     whole = tensors_of(folder)
-    write_tensors(folder, {**whole, "model.embed_tokens.weight": whole["embed_tokens.weight"] + 1})
-    refused(folder, "twice: (model.)?embed_tokens.weight and (model.)?embed_tokens.weight are both embed_tokens.weight")
+    write_tensors(folder, {**whole, f"{prefix}.{embedding}": whole[embedding] + 1})
+    refused(folder, rf"twice: ({prefix}.)?{embedding} and ({prefix}.)?{embedding} are both embed_tokens.weight")
 
 
+@pytest.mark.parametrize("base", UNTIED, ids=lambda recipe: recipe.id)
 def test_a_base_model_saved_alone(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
-    load_reference(checkpoints(base)).model.save_pretrained(tmp_path)
-    assert "embed_tokens.weight" in tensors_of(tmp_path)
+    load_reference(checkpoints(base)).base_model.save_pretrained(tmp_path)
+    embedding = released(base, "embed_tokens.weight").partition(".")[2]
     refused(tmp_path, r"missing: lm_head.weight(.|\n)*only the head is missing: this is a base model saved alone")
     whole = tensors_of(tmp_path)
-    del whole["embed_tokens.weight"]
+    del whole[embedding]
     write_tensors(tmp_path, whole)
     with pytest.raises(converters.CheckpointError) as caught:
         HookedTransformer.from_pretrained(tmp_path)
@@ -117,14 +126,14 @@ def test_a_base_model_saved_alone(base: Recipe, checkpoints: Folders, tmp_path: 
 
 @pytest.mark.parametrize("recipe_id", BIASED_HEADS)
 def test_a_base_model_saved_without_its_heads_bias(recipe_id: str, checkpoints: Folders, tmp_path: Path) -> None:
-    load_reference(checkpoints(NAMED[recipe_id])).model.save_pretrained(tmp_path)
+    load_reference(checkpoints(NAMED[recipe_id])).base_model.save_pretrained(tmp_path)
     refused(tmp_path, "missing: lm_head.bias(.|\n)*only the head is missing")
 
 
 @pytest.mark.parametrize("recipe_id", [each for each in TIED_IDS if each not in BIASED_HEADS])
 @torch.no_grad()
 def test_a_tied_base_model_saved_alone(recipe_id: str, checkpoints: Folders, tmp_path: Path) -> None:
-    load_reference(checkpoints(NAMED[recipe_id])).model.save_pretrained(tmp_path)
+    load_reference(checkpoints(NAMED[recipe_id])).base_model.save_pretrained(tmp_path)
     model = HookedTransformer.from_pretrained(tmp_path)
     same_weights(model, checkpoints(NAMED[recipe_id]))
     assert torch.equal(model(prompt()), load_reference(tmp_path, attn="sdpa")(prompt()).logits)
@@ -135,13 +144,14 @@ def test_a_tied_base_model_saved_alone(recipe_id: str, checkpoints: Folders, tmp
 def test_a_tied_head_in_the_file(recipe_id: str, own_copy: Folders, checkpoints: Folders) -> None:
     folder = own_copy(NAMED[recipe_id])
     whole = tensors_of(folder)
-    assert "lm_head.weight" not in whole
-    write_tensors(folder, {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()})
+    head, embedding = (released(NAMED[recipe_id], name) for name in ("lm_head.weight", "embed_tokens.weight"))
+    assert head not in whole
+    write_tensors(folder, {**whole, head: whole[embedding].clone()})
     model = HookedTransformer.from_pretrained(folder)
     assert model.lm_head.weight is model.embed_tokens.weight
     same_weights(model, checkpoints(NAMED[recipe_id]))
-    rename(folder, lambda name: None if name == "model.embed_tokens.weight" else name)
-    refused(folder, "missing: model.embed_tokens.weight")
+    rename(folder, lambda name: None if name == embedding else name)
+    refused(folder, f"missing: {embedding}")
 
 
 @torch.no_grad()
@@ -153,9 +163,9 @@ def test_mixed_dtypes(base: Recipe, own_copy: Folders) -> None:
     write_tensors(folder, mixed)
     for dtype in ("float16", None):
         edit_config(folder, dtype=dtype)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+        theirs = load_reference(folder, "auto", "sdpa")
         model = HookedTransformer.from_pretrained(folder)
-        assert model.embed_tokens.weight.dtype == theirs.model.embed_tokens.weight.dtype
+        assert model.embed_tokens.weight.dtype == theirs.get_input_embeddings().weight.dtype
         again = HookedTransformer.from_pretrained(theirs)
         for name, tensor in again.state_dict().items():
             assert model.state_dict()[name].dtype == tensor.dtype, name
@@ -174,7 +184,7 @@ def test_a_tensor_that_is_not_read_does_not_say_the_dtype(own_copy: Folders) -> 
 def test_adapters(base: Recipe, own_copy: Folders) -> None:
     folder = own_copy(base)
     whole = tensors_of(folder)
-    projection = next(name for name in whole if "self_attn" in name and name.endswith("_proj.weight"))
+    projection = released(base, "layers.0.self_attn.o.weight")
     stem = projection.removesuffix(".weight")
     adapted = {f"base_model.model.{name}": tensor for name, tensor in whole.items() if name != projection}
     adapted[f"base_model.model.{stem}.base_layer.weight"] = whole[projection]

@@ -12,14 +12,20 @@ from tests.tiny import BASES, LENGTH, Folders, load_reference, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
 
 
+def embeddings(model: HookedTransformer) -> list[str]:
+    """The labels of what the stream begins with."""
+    return ["embed"] if model.config.positions is None else ["embed", "pos_embed"]
+
+
 @torch.no_grad()
 def test_parts_sum_to_the_stream(model: HookedTransformer, cache: Any) -> None:
     last = model.num_layers - 1
     for layer in range(model.num_layers):
         stack, labels = cache.decompose_resid(layer, return_labels=True)
         torch.testing.assert_close(stack.sum(0), cache["layer_input", layer])
-        assert labels[:3] == ["embed", "0_attn_out", "0_mlp_out"][: len(labels)]
-        assert len(stack) == len(labels) == 1 + 2 * layer
+        first = embeddings(model)
+        assert labels[: len(first) + 2] == [*first, "0_attn_out", "0_mlp_out"][: len(labels)]
+        assert len(stack) == len(labels) == len(first) + 2 * layer
     whole = cache["layer_output", last]
     torch.testing.assert_close(cache.decompose_resid().sum(0), whole)
     if model.config.layers[0].kind == "sequential":
@@ -56,11 +62,12 @@ def test_heads_sum_to_the_attention(model: HookedTransformer, cache: Any) -> Non
 @torch.no_grad()
 def test_attributions_sum_to_the_logit(model: HookedTransformer, cache: Any) -> None:
     tokens = (prompt() + 1) % model.vocab_size
-    logits = cache["logits"].gather(-1, tokens[..., None])[..., 0]
+    logits = cache["lm_head_output"].gather(-1, tokens[..., None])[..., 0]  # the logits, but for a cap
     parts = cache.logit_attrs(cache.decompose_resid(), tokens)
     torch.testing.assert_close(parts.sum(0) + model.bias_logits[tokens], logits, atol=1e-4, rtol=1e-4)
     heads = cache.logit_attrs(cache.stack_head_results(incl_remainder=True), 7)
-    torch.testing.assert_close(heads.sum(0) + model.bias_logits[7], cache["logits"][..., 7], atol=1e-4, rtol=1e-4)
+    logits = cache["lm_head_output"][..., 7]
+    torch.testing.assert_close(heads.sum(0) + model.bias_logits[7], logits, atol=1e-4, rtol=1e-4)
     by_row = cache.logit_attrs(cache.decompose_resid(), torch.tensor([7, 9]), torch.tensor([3, 3]))
     one = cache.logit_attrs(cache.decompose_resid(), 9) - cache.logit_attrs(cache.decompose_resid(), 3)
     torch.testing.assert_close(by_row[:, 1], one[:, 1], atol=1e-5, rtol=1e-4)
@@ -81,8 +88,8 @@ def test_norms_of_parts(model: HookedTransformer, cache: Any) -> None:
 def test_lenses(model: HookedTransformer, cache: Any) -> None:
     afresh, frozen = cache.logit_lens(), cache.logit_lens_frozen()
     assert torch.equal(afresh[-1], cache["logits"])
-    torch.testing.assert_close(frozen[-1], cache["logits"], atol=1e-4, rtol=1e-4)
-    assert torch.equal(afresh[1], model.lm_head(model.norm(cache["layer_input", 1])))
+    torch.testing.assert_close(frozen[-1], cache["lm_head_output"], atol=1e-4, rtol=1e-4)
+    assert torch.equal(afresh[1], model.project_on_vocab(cache["layer_input", 1]))
     assert not torch.allclose(afresh[0], frozen[0])
     block = frozen[2] - frozen[1]
     parts = cache.apply_ln_to_stack(torch.stack([cache["attention_output", 1], cache["mlp_output", 1]])).sum(0)
@@ -95,8 +102,11 @@ def test_all_blocks_have_three_names(model: HookedTransformer, cache: Any) -> No
     count = model.num_layers
     whole, tokens = cache["layer_output", -1], torch.tensor([3, 7])
     for layer in (None, -1, count):
-        parts, labels = cache.decompose_resid(layer, return_labels=True)
-        assert labels == ["embed", *[f"{i}_{part}_out" for i in range(count) for part in ("attn", "mlp")]]
+        parts, labels_of_parts = cache.decompose_resid(layer, return_labels=True)
+        assert labels_of_parts == [
+            *embeddings(model),
+            *[f"{i}_{part}_out" for i in range(count) for part in ("attn", "mlp")],
+        ]
         torch.testing.assert_close(parts.sum(0), whole)
         streams, labels = cache.accumulated_resid(layer, return_labels=True)
         assert labels == [*[f"{i}_pre" for i in range(count)], "final_post"]
@@ -111,7 +121,7 @@ def test_all_blocks_have_three_names(model: HookedTransformer, cache: Any) -> No
         expected = cache["final_norm_output"] - (0 if bias is None else bias)
         torch.testing.assert_close(normed, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(cache.decompose_resid(layer, apply_ln=True), cache.apply_ln_to_stack(parts, layer))
-        assert cache.logit_attrs(cache.decompose_resid(layer), tokens).shape == (1 + 2 * count, 2, LENGTH)
+        assert cache.logit_attrs(cache.decompose_resid(layer), tokens).shape == (len(labels_of_parts), 2, LENGTH)
     assert cache.accumulated_resid(count - 1, return_labels=True)[1][-1] == f"{count - 1}_pre"
     for layer in (-2, count + 1):
         with pytest.raises(UnknownName, match=rf"layer {layer} is out of range: give 0 to {count - 1}"):
@@ -123,10 +133,11 @@ def test_all_blocks_have_three_names(model: HookedTransformer, cache: Any) -> No
 @torch.no_grad()
 def test_bias_logits(model: HookedTransformer, checkpoints: Folders) -> None:
     theirs = load_reference(checkpoints(next(b for b in BASES if b.family == model.config.origin.family)))
-    norm = getattr(theirs.model, "norm", None) or theirs.model.final_layernorm
+    norms, head = ("norm", "final_layernorm", "ln_f"), theirs.get_output_embeddings()
+    (norm,) = [getattr(theirs.base_model, name) for name in norms if hasattr(theirs.base_model, name)]
     expected = torch.zeros(model.vocab_size)
-    expected += 0 if getattr(norm, "bias", None) is None else theirs.lm_head.weight @ norm.bias
-    expected += 0 if theirs.lm_head.bias is None else theirs.lm_head.bias
+    expected += 0 if getattr(norm, "bias", None) is None else head.weight @ norm.bias
+    expected += 0 if head.bias is None else head.bias
     torch.testing.assert_close(model.bias_logits, expected)
 
 
@@ -170,7 +181,7 @@ def test_analysis_brings_no_graph_of_its_own(model: HookedTransformer) -> None:
 
 def test_decompositions_say_what_they_lack(model: HookedTransformer) -> None:
     _, cache = model.run_with_cache(prompt(), names_filter="layer_input")
-    with pytest.raises(UnknownName, match="attention_output is not in this cache: names_filter left it out"):
+    with pytest.raises(UnknownName, match=r"(attention_output|token_embeddings) is not in this cache"):
         cache.decompose_resid()
     with pytest.raises(UnknownName, match="out of range"):
         cache.decompose_resid(99)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import converters
 from converters import cli
+from converters.families import attention_of
 from converters.tiny import make_tokenizer
 from tests.tiny import (
     AROUND,
@@ -25,6 +26,7 @@ from tests.tiny import (
     Recipe,
     as_released,
     edit_config,
+    family_of,
     load_reference,
     prompt,
 )
@@ -53,7 +55,9 @@ def test_round_trip(structure: Recipe, dtype: torch.dtype, checkpoints: Folders,
     equal_tensors(load_file(tmp_path / "ours/model.safetensors"), load_file(tmp_path / "theirs/model.safetensors"))
     assert config_of(tmp_path / "ours")["dtype"] == str(dtype)[6:]
     exported, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="sdpa", output_loading_info=True
+        tmp_path / "ours",
+        attn_implementation=attention_of(family_of(structure), "sdpa"),
+        output_loading_info=True,
     )
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     equal_tensors(exported.state_dict(), reference.state_dict())
@@ -121,7 +125,7 @@ def test_shards(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
     for file in files:
         held = load_file(tmp_path / "out" / file)
         assert all(index["weight_map"][name] == file for name in held)
-        assert sum(tensor.nbytes for tensor in held.values()) <= 100_000
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 100_000
     equal_tensors(load_reference(tmp_path / "out").state_dict(), load_reference(checkpoints(base)).state_dict())
     equal_tensors(HookedTransformer.from_pretrained(tmp_path / "out").state_dict(), model.state_dict())
 

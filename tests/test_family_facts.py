@@ -86,7 +86,7 @@ def test_longrope_scales_and_switches(checkpoints: Folders) -> None:
         at["attention_queries_before_rotary", 0][:, :, 5], past["attention_queries_before_rotary", 0][:, :, 5]
     )
     assert not torch.allclose(at["attention_queries", 0][:, :, 5], past["attention_queries", 0][:, :, 5])
-    scale = model.config.layers[0].attention.rotary.short_scale
+    scale = model.config.layers[0].attention.rotary.scaling.scale
     assert scale > 1
     for cache in (at, past):
         raw, turned = (

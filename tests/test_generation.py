@@ -198,7 +198,8 @@ def test_a_cached_forward_is_transformers(recipe: Recipe, padded: bool, checkpoi
             torch.testing.assert_close(logits, expected)
         else:
             assert torch.equal(logits, expected), end
-        torch.testing.assert_close(logits, whole[:, read:end], atol=1e-4, rtol=1e-4)
+        real = mask[:, read:end].bool()  # the open path mixes a padding position evenly, of however many there are
+        torch.testing.assert_close(logits[real], whole[:, read:end][real], atol=1e-4, rtol=1e-4)
         read = end
     assert len(ours) == LENGTH
     assert (ours.mask is None) != padded

@@ -19,7 +19,8 @@ from transformer_std import HookedTransformer
 def spread(model: HookedTransformer) -> dict[str, str]:
     """Every other block, and the head, on disk."""
     blocks = {f"layers.{i}": "disk" if i % 2 else "cpu" for i in range(model.num_layers)}
-    return {"embed_tokens": "cpu", **blocks, "norm": "cpu", "lm_head": "disk"}
+    positions = {} if model.config.positions is None else {"embed_positions": "cpu"}
+    return {"embed_tokens": "cpu", **positions, **blocks, "norm": "cpu", "lm_head": "disk"}
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import converters
 from converters.families import attention_of, module_of
+from converters.rules import released_as
 from converters.tiny import shake
 from transformer_std import HookedTransformer
 
@@ -190,7 +192,10 @@ RECIPES = [
         {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}, (5, 8, LENGTH),
     ),
     Recipe("gpt_oss", "base", {}, (5, 6, 7, LENGTH)),
-    Recipe("gpt_oss", "unbiased_tied", {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    Recipe(
+        "gpt_oss", "unbiased_tied",
+        {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    ),
     Recipe(
         "gpt_oss", "layer_types",
         {"layer_types": [FULL, SLIDING, SLIDING], "rope_parameters": LINEAR, "swiglu_alpha": 1.3}, (5, 8, LENGTH),
@@ -216,10 +221,24 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MASK = torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [1] * LENGTH])  # the first four positions of row 0 are padding
 
 
+def family_of(recipe: Recipe) -> ModuleType:
+    return module_of({"model_type": recipe.family})
+
+
+def released(recipe: Recipe, ours: str) -> str:
+    """What the family's files call a tensor of ours."""
+    rule, numbers = released_as(family_of(recipe).WEIGHTS, ours)
+    return rule.sources[0].format(**numbers, e=0)
+
+
+def spelled(recipe: Recipe, key: str) -> str:
+    """What the family's configs call `key`."""
+    return getattr(family_of(recipe), "SPELLED", {}).get(key, key)
+
+
 def hf_config(recipe: Recipe) -> Any:
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    tiny = converters.family_of({"model_type": recipe.family}).TINY
-    settings = {"vocab_size": VOCAB, **special, **tiny, **recipe.settings}
+    settings = {"vocab_size": VOCAB, **special, **family_of(recipe).TINY, **recipe.settings}
     return transformers.AutoConfig.for_model(recipe.family, **settings)
 
 
@@ -259,9 +278,8 @@ def as_released(folder: Path) -> None:
     )
 
 
-def load_reference(folder: Path, dtype: torch.dtype = torch.float32, attn: str = "eager") -> Any:
-    family = module_of(json.loads((folder / "config.json").read_text()))
-    attn = attention_of(family, attn)
+def load_reference(folder: Path, dtype: torch.dtype | str = torch.float32, attn: str = "eager") -> Any:
+    attn = attention_of(module_of(json.loads((folder / "config.json").read_text())), attn)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn).eval()
 
 

@@ -121,7 +121,8 @@ class Attention:
     many keys a query sees, itself included. `qk_norm_over`: each head is normed alone, or all heads side by side.
     `scale` multiplies the scores, None: head_dim ** -0.5; with `scaled_queries` the queries instead. `wide_scores`: the
     open path has the scores in float32. `softcap`: a tanh caps the scores. `sinks`: each head has a learned score more,
-    which takes its share of the softmax and has no value."""
+    which takes its share of the softmax and has no value. `openly`: never by a fused kernel, as where there is a
+    softcap or a sink."""
 
     num_heads: int
     num_kv_heads: int
@@ -139,6 +140,7 @@ class Attention:
     wide_scores: bool = False
     softcap: float | None = None
     sinks: bool = False
+    openly: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ class TransformerConfig:
     in tokens; nothing that is built grows with it, save learned `positions`. The embeddings are multiplied by
     `embedding_multiplier`, rounded to their dtype where `round_multiplier` says so. `logit_softcap`: a tanh caps the
     logits. The embedding of `padding_id` gets no gradient. A fresh model's matrices are noise of the standard deviation
-    `initializer_range`.
+    `initializer_range`; with `narrow_writers` those that write to the stream of less, by sqrt(2 num_layers).
     """
 
     vocab_size: int
@@ -285,6 +287,7 @@ class TransformerConfig:
     padding_id: int | None = None
     dtype: str | None = None
     initializer_range: float = 0.02
+    narrow_writers: bool = False
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     @property

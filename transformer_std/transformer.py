@@ -113,8 +113,10 @@ class Transformer(Text, Host):
             if not isinstance(host, Direct):
                 raise RuntimeError(f"{name} is not the model's own, so nothing says how it starts")
         generator = None if seed is None else torch.Generator(self.embed_tokens.weight.device).manual_seed(seed)
+        narrow = (2 * self.num_layers) ** -0.5 if self.config.narrow_writers else 1.0
         for name, host in hosts.items():
-            host.fill_fresh(name.rpartition(".")[2], self.config.initializer_range, generator)
+            share = narrow if name.endswith((".o.weight", ".down.weight")) else 1.0
+            host.fill_fresh(name.rpartition(".")[2], share * self.config.initializer_range, generator)
 
     def check_in_memory(self) -> None:
         """Raises `RuntimeError` where weights that are about to be read are on disk, offloaded or never filled."""
@@ -254,9 +256,9 @@ class Transformer(Text, Host):
             raise ValueError(f"token ids run from {low} to {high}; the vocabulary has {self.vocab_size}") from None
         stream = self.token_embeddings(embedded)
         multiplier = self.config.embedding_multiplier
-        if multiplier is not None and self.config.round_multiplier:
-            multiplier = rounded(multiplier, stream.dtype)
-        return stream if multiplier is None else stream * multiplier
+        if multiplier is None:
+            return stream
+        return stream * (rounded(multiplier, stream.dtype) if self.config.round_multiplier else multiplier)
 
     def _position_embeddings(self, stream: Residual, this: Pass) -> Float[Tensor, "rows seq hidden_size"]:
         learned, positions = self.config.positions, this.positions
@@ -380,8 +382,8 @@ class Transformer(Text, Host):
 
 
 @kept(maxsize=None)
-def rounded(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype, device="cpu"))
+def rounded(number: float, dtype: torch.dtype) -> Float[Tensor, ""]:
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def last_positions(values: Float[Tensor, "batch seq axis"], padding: Tensor | None) -> Float[Tensor, "batch 1 axis"]:

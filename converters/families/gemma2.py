@@ -35,10 +35,11 @@ def config(hf: ConfigReader) -> TransformerConfig:
     hf.require("use_bidirectional_attention", False)
     norm, mlp = parts.rms(hf, cast="after_weight", around_one=True), parts.gated(hf, activation="hidden_activation")
     scale, cap = hf.number("query_pre_attn_scalar") ** -0.5, hf.optional_number("attn_logit_softcapping")
+    more = {"scale": scale, "softcap": cap, "openly": True}
     windows = {SLIDING: hf.width("sliding_window"), FULL: None}
     by_rule = [FULL if i % 2 else SLIDING for i in range(hf.count)]
     layers = [
-        Layer("sequential", norm, parts.attention(hf, window=windows[kind], scale=scale, softcap=cap), mlp, norm)
+        Layer("sequential", norm, parts.attention(hf, window=windows[kind], **more), mlp, norm)
         for kind in hf.layer_types(by_rule)
     ]
     return parts.transformer(

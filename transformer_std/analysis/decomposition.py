@@ -157,8 +157,8 @@ class ActivationCache(CachedValues):
 
     def routing_entropy(self, layer: int) -> Float[Tensor, " token"]:
         """How undecided block `layer`'s router is at each real token, in nats: the entropy of its scores over all
-        experts, as shares of their sum; of the softmax of its logits where it scores each slot on its own."""
-        if self.model.layers[layer].mlp.scoring == "sparsemixer":
+        experts, as shares of their sum; of the softmax of its logits where it does not score them all."""
+        if self.model.support(layer)["router_scores"] is not None:
             shares = self._real(self["router_logits", layer]).float().softmax(-1)
         else:
             shares = self._real(self["router_scores", layer]).float()

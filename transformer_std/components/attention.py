@@ -28,7 +28,7 @@ from transformer_std.components.kernels import (
 from transformer_std.components.norms import AnyNorm, norm_or_none
 from transformer_std.components.projections import (
     PROJECTIONS,
-    WeightAndBias,
+    OfHeads,
     merge_heads,
     side_by_side,
     split_heads,
@@ -68,7 +68,8 @@ class Attention(Host):
 
     def __init__(self, cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool = False):
         super().__init__()
-        self.cfg, self.hidden_size, self.eager = cfg, hidden_size, eager
+        self.cfg, self.hidden_size = cfg, hidden_size
+        self.openly = eager or cfg.openly or cfg.softcap is not None or cfg.sinks
         scale = cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale
         self.query_scale = scale if cfg.scaled_queries else 1.0
         self.scale = 1.0 if cfg.scaled_queries else scale
@@ -117,8 +118,7 @@ class Attention(Host):
         return split_heads(norm(merge_heads(x.transpose(1, 2))), self.cfg.head_dim)
 
     def mix(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
-        openly = self.eager or self.cfg.softcap is not None or self.sinks is not None
-        if not (openly or self.attention_scores.watched or self.attention_probabilities.watched):
+        if not (self.openly or self.attention_scores.watched or self.attention_probabilities.watched):
             return mix_fast(q, k, v, mask, self.scale)
         scores = self.attention_scores(self.scores(q, k, mask))
         pattern = self.attention_probabilities(self.pattern(scores).to(q.dtype))
@@ -167,14 +167,14 @@ class Attention(Host):
     def _output_map(self) -> tuple[Float[Tensor, "hidden_size width"], Float[Tensor, " hidden_size"]]:
         return linear_map(self, "o", self.cfg.num_heads * self.cfg.head_dim)
 
-    def _parts(self) -> list[WeightAndBias]:
+    def _parts(self) -> list[OfHeads]:
         return self.projections.parts(lambda name: linear_map(self, f"projections.{name}", self.hidden_size))
 
     def _weight(self, index: int) -> Float[Tensor, "heads hidden dim"]:
-        return rearrange(self._parts()[index][0], "(head dim) hidden -> head hidden dim", dim=self.cfg.head_dim)
+        return rearrange(self._parts()[index][0], "head dim hidden -> head hidden dim")
 
     def _bias(self, index: int) -> Float[Tensor, "heads dim"]:
-        return rearrange(self._parts()[index][1], "(head dim) -> head dim", dim=self.cfg.head_dim)
+        return self._parts()[index][1]
 
     def by_query_head(self, of_kv_heads: Float[Tensor, "kv_heads ..."]) -> Float[Tensor, "num_heads ..."]:
         """`W_K`, `W_V`, `b_K` or `b_V` with a key/value head's entry once for each query head of its group, so that

@@ -150,15 +150,19 @@ class Mixture(Host):
 
     @property
     def W_gate(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
-        return self.experts.halves(rearrange(self._stacked("gate_up"), "expert both hidden -> expert hidden both"))[0]
+        return self._halves()[0]
 
     @property
     def W_in(self) -> Float[Tensor, "num_experts hidden_size intermediate_size"]:
-        return self.experts.halves(rearrange(self._stacked("gate_up"), "expert both hidden -> expert hidden both"))[1]
+        return self._halves()[1]
 
     @property
     def W_out(self) -> Float[Tensor, "num_experts intermediate_size hidden_size"]:
         return rearrange(self._stacked("down"), "expert hidden neuron -> expert neuron hidden")
+
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        both = rearrange(self._stacked("gate_up"), "expert both hidden -> expert hidden both")
+        return self.experts.halves(both)
 
     def _stacked(self, name: str) -> Float[Tensor, "num_experts out width"]:
         return own_weight(self, "experts", name, Experts)
