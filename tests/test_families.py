@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import converters
 from converters.families import attention_of
 from tests.oracle import both, check_parameter_gradients
 from tests.tiny import (
@@ -372,10 +373,17 @@ def scale_queries(model: HookedTransformer, factor: float) -> None:
 
 
 def passes_65504(recipe: Recipe) -> bool:
-    """Whether float16 scores of the family can: none that are capped or wide, nor products of scaled queries."""
+    """Whether float16 scores of the family can and come back: none that are capped or wide, nor products of scaled
+    queries, nor scores beside a sink's, which are not finer relative to their largest."""
     config = converters.read_config(hf_config(recipe).to_dict())
     attention = config.attention
-    return not (attention.softcap or attention.wide_scores or attention.scaled_queries or config.norm.around_one)
+    return not (
+        attention.softcap
+        or attention.wide_scores
+        or attention.scaled_queries
+        or attention.sinks
+        or config.norm.around_one
+    )
 
 
 # -- float16 -----------------------------------------------------------------------------------------------------

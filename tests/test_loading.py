@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 
@@ -714,14 +713,15 @@ def test_mlp_weight_views(structure: Recipe, checkpoints: Folders) -> None:
         experts = cache["expert_indices", 0]
         for at in ((0, 0, 0), (1, 5, mlp.top_k - 1)):
             expert, token = experts[at], x[at[:2]]
-            neurons = F.silu(token @ mlp.W_gate[expert]) * (token @ mlp.W_in[expert])
-            torch.testing.assert_close(neurons, cache["mlp_neurons", 0][at])
-            out = neurons @ mlp.W_out[expert] * cache["expert_weights", 0][at]
-            torch.testing.assert_close(out, cache["expert_outputs", 0][at])
+            gate, up = token @ mlp.W_gate[expert] + mlp.b_gate[expert], token @ mlp.W_in[expert] + mlp.b_in[expert]
+            torch.testing.assert_close(gate, cache["mlp_preactivation", 0][at])
+            torch.testing.assert_close(up, cache["mlp_up", 0][at])
+            out = cache["mlp_neurons", 0][at] @ mlp.W_out[expert] + mlp.b_out[expert]
+            torch.testing.assert_close(out * cache["expert_weights", 0][at], cache["expert_outputs", 0][at])
     else:
         if model.support(0)["mlp_up"] is None:
-            torch.testing.assert_close(x @ mlp.W_gate, cache["mlp_preactivation", 0])
-            torch.testing.assert_close(x @ mlp.W_in, cache["mlp_up", 0])
+            torch.testing.assert_close(x @ mlp.W_gate + mlp.b_gate, cache["mlp_preactivation", 0])
+            torch.testing.assert_close(x @ mlp.W_in + mlp.b_in, cache["mlp_up", 0])
         else:
             torch.testing.assert_close(x @ mlp.W_in + mlp.b_in, cache["mlp_preactivation", 0])
         torch.testing.assert_close(cache["mlp_neurons", 0] @ mlp.W_out + mlp.b_out, mlp.down(cache["mlp_neurons", 0]))

@@ -104,9 +104,18 @@ SIZES = {
 }
 
 
+def as_it_is(name: str) -> dict[str, Any]:
+    return json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+
+
+QUANTISED = [name for name in NAMES if "quantization_config" in as_it_is(name)]
+
+
 @functools.cache
 def released(name: str) -> dict[str, Any]:
-    values = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+    """The config, of weights that were made plain where the release's are quantised."""
+    values = as_it_is(name)
+    values.pop("quantization_config", None)
     rope = values.get("rope_scaling") or {}
     if "long_factor" in rope and "short_factor" not in rope:  # nobody saw Phi-3-medium-128k's
         values["rope_scaling"] = {**rope, "short_factor": [1.0] * len(rope["long_factor"])}
@@ -148,8 +157,9 @@ def on_disk(model: HookedTransformer) -> dict[str, list[int]]:
         rule, numbers = written_by(rules, name)  # type: ignore[misc]
         for e in range(1 if isinstance(rule, Copy) else len(parameter)):
             for source in rule.sources:
-                shape = part_shape(list(parameter.shape), rule)
-                found[source.format(**numbers, e=e)] = shape[::-1] if getattr(rule, "transposed", False) else shape
+                *stacked, out, width = [1, *part_shape(list(parameter.shape), rule)]
+                shape = [*stacked, width, out] if getattr(rule, "transposed", False) else [*stacked, out, width]
+                found[source.format(**numbers, e=e)] = shape[1:]
     return found
 
 
@@ -224,3 +234,10 @@ def test_other_architectures_of_a_family_name(kind: str) -> None:
 def test_what_we_do_not_compute_is_refused_by_name(name: str) -> None:
     with pytest.raises(converters.ConfigError, match=REFUSED[name]):
         converters.read_config(released(name))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_release_is_refused_by_name(name: str) -> None:
+    method = as_it_is(name)["quantization_config"]["quant_method"]
+    with pytest.raises(converters.ConfigError, match=rf"this checkpoint is quantised \({method}\)"):
+        converters.read_config(as_it_is(name))

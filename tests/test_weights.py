@@ -21,7 +21,7 @@ from transformer_std.components.experts import Experts
 from transformer_std.weights import UnreadableWeight
 
 PROJECTIONS = ("o", "q", "k", "v", "qkv", "gate", "up", "gate_up", "down", "lm_head", "embed_tokens")
-READ = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "W_gate", "W_in", "W_out", "b_in", "b_out")
+READ = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "W_gate", "W_in", "W_out", "b_gate", "b_in", "b_out")
 
 
 class Hidden(nn.Module):

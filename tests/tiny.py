@@ -212,7 +212,7 @@ MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "af
 MORE = {
     "phi-qk_layernorm", "phi-tied", "phi3-window", "phi3-longrope", "phimoe-unbiased", "qwen2_moe-dense_first",
     "qwen2_moe-all_dense", "afmoe-biased", "olmo2-base", "gemma3_text-base", "gpt_neox-base", "gptj-base", "opt-base",
-    "mixtral-base",
+    "mixtral-base", "llama-biased", "gpt_oss-base",
 }  # fmt: skip
 STRUCTURES = [recipe for recipe in RECIPES if recipe in BASES or recipe.id in MORE]
 

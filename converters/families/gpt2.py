@@ -78,5 +78,6 @@ def config(hf: ConfigReader) -> TransformerConfig:
     more = {"rotary": None, "fused": True, "bias": True, "output_bias": True}
     layers = [Layer("sequential", norm, parts.attention(hf, scale=each, **more), mlp) for each in scales]
     positions = Positions(hf.whole("max_position_embeddings"))
-    more = {"positions": positions, "padding_id": None, "narrow_writers": True}
-    return parts.transformer(hf, layers, norm, intermediate_size=width, **more)
+    return parts.transformer(
+        hf, layers, norm, intermediate_size=width, positions=positions, padding_id=None, narrow_writers=True
+    )

@@ -160,9 +160,27 @@ class Mixture(Host):
     def W_out(self) -> Float[Tensor, "num_experts intermediate_size hidden_size"]:
         return rearrange(self._stacked("down"), "expert hidden neuron -> expert neuron hidden")
 
+    @property
+    def b_gate(self) -> Float[Tensor, "num_experts intermediate_size"]:
+        both = self._bias("gate_up")
+        return self.experts.halves(both)[0]
+
+    @property
+    def b_in(self) -> Float[Tensor, "num_experts intermediate_size"]:
+        both = self._bias("gate_up")
+        return self.experts.halves(both)[1]
+
+    @property
+    def b_out(self) -> Float[Tensor, "num_experts hidden_size"]:
+        return self._bias("down")
+
     def _halves(self) -> tuple[Tensor, Tensor]:
         both = rearrange(self._stacked("gate_up"), "expert both hidden -> expert hidden both")
         return self.experts.halves(both)
 
-    def _stacked(self, name: str) -> Float[Tensor, "num_experts out width"]:
+    def _bias(self, name: str) -> Float[Tensor, "num_experts out"]:
+        weight = self._stacked(name)
+        return self._stacked(f"{name}_bias") if self.cfg.bias else weight.new_zeros(weight.shape[:2])
+
+    def _stacked(self, name: str) -> Tensor:
         return own_weight(self, "experts", name, Experts)

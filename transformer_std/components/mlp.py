@@ -132,6 +132,14 @@ class GatedMlp(Mlp):
     def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
         return rearrange(linear_map(self, "up", self.hidden_size)[0], "neuron hidden -> hidden neuron")
 
+    @property
+    def b_gate(self) -> Float[Tensor, " intermediate_size"]:
+        return linear_map(self, "gate", self.hidden_size)[1]
+
+    @property
+    def b_in(self) -> Float[Tensor, " intermediate_size"]:
+        return linear_map(self, "up", self.hidden_size)[1]
+
 
 class SharedExpert(GatedMlp):
     """The part of a mixture that every token runs through: an MLP host of its own."""
@@ -170,6 +178,14 @@ class FusedMlp(Mlp):
     def W_in(self) -> Float[Tensor, "hidden_size intermediate_size"]:
         both, _ = linear_map(self, "gate_up", self.hidden_size)
         return rearrange(both[self.cfg.intermediate_size :], "neuron hidden -> hidden neuron")
+
+    @property
+    def b_gate(self) -> Float[Tensor, " intermediate_size"]:
+        return linear_map(self, "gate_up", self.hidden_size)[1][: self.cfg.intermediate_size]
+
+    @property
+    def b_in(self) -> Float[Tensor, " intermediate_size"]:
+        return linear_map(self, "gate_up", self.hidden_size)[1][self.cfg.intermediate_size :]
 
 
 MLPS: dict[str, type[Mlp]] = {"plain": PlainMlp, "gated": GatedMlp, "fused": FusedMlp}
