@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from converters.checkpoint import FLOATS, MERGE, CheckpointError
 from converters.progress import progress
-from converters.rules import Copy, Ignore, Rule, Stack, match, written_by
+from converters.rules import Copy, Ignore, Rule, Stack, lies_beyond, match, written_by
 from transformer_std.config import Mixture, TransformerConfig
 from transformer_std.saving import TRANSPOSED
 
@@ -152,7 +152,7 @@ def _left_over(tensors: Tensors, name: str) -> str:
     return f"left over: {name} {tensors.shape(name)} in {tensors.origin(name)}"
 
 
-def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> tuple[dict[str, Parts], list[str]]:
+def _plan(model: Any, tensors: Tensors, rules: list[Rule], tied: bool) -> tuple[dict[str, Parts], list[str]]:
     ours = dict(model.named_parameters(remove_duplicate=False))
     plan: dict[str, Parts] = defaultdict(dict)
     spelled: dict[str, Parts] = defaultdict(dict)  # the same, by the released names
@@ -160,6 +160,8 @@ def _plan(model: nn.Module, tensors: Tensors, rules: list[Rule], tied: bool) -> 
     for name in tensors:
         found = match(rules, name)
         if found is None or (not isinstance(found[0], Ignore) and found[0].ours.format(**found[2]) not in ours):
+            if lies_beyond(rules, name, len(model.layers)):
+                continue
             problems.append(_left_over(tensors, name))
             continue
         rule, source, numbers = found

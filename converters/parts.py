@@ -131,13 +131,15 @@ def weights(
     *more: list[Rule],
     first: str | None = "input_layernorm",
     second: str | None = "post_attention_layernorm",
+    attention: bool = True,
 ) -> list[Rule]:
-    """A decoder's tensors as most releases name them. `first` and `second` are the norms that read the stream."""
+    """A decoder's tensors as most releases name them. `first` and `second` are the norms that read the stream; without
+    `attention`, the attention's are the family's own."""
     norms = ((first, "attention_norm"), (second, "mlp_norm"))
     return [
         *ENDS,
         *[rule for theirs, ours in norms if theirs for rule in both(THEIRS + theirs, OURS + ours)],
-        *ATTENTION,
+        *(ATTENTION if attention else []),
         *DENSE,
         *[rule for rules in more for rule in rules],
     ]

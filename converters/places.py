@@ -69,7 +69,14 @@ Output = functools.partial(Place, side="output")
 
 def by_heads(x: Tensor, at: At) -> Tensor:
     """[batch seq (head dim)] as queries are laid out."""
-    return rearrange(x, "batch seq (head dim) -> batch head seq dim", dim=at.layer.attention.head_dim)
+    return rearrange(x, "batch seq (head dim) -> batch head seq dim", dim=at.layer.attention.qk_head_dim)
+
+
+def last(x: Tensor, at: At) -> Tensor:
+    """The dimensions that turn, of what has them last."""
+    rotary = at.layer.attention.rotary
+    assert rotary is not None
+    return x[..., -rotary.dims :]
 
 
 def heads_apart(x: Tensor, at: At) -> Tensor:

@@ -125,6 +125,13 @@ def _grown(factor: float, share: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
+def growth(hf: ConfigReader) -> float:
+    """DeepSeek's `mscale_all_dim`: what queries and keys are multiplied by, each, under yarn."""
+    rope = Settings(hf)
+    share = rope.take("mscale_all_dim")
+    return _grown(rope.number("factor"), share) if rope.kind == "yarn" and share else 1.0
+
+
 def longrope(rope: Settings, dims: int) -> LongRope:
     short, long = rope.factors("short_factor", dims // 2), rope.factors("long_factor", dims // 2)
     factor, length = rope.factor(), rope.length()

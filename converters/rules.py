@@ -46,6 +46,11 @@ class Ignore:
         return (self.theirs,)
 
 
+@dataclass(frozen=True)
+class Beyond(Ignore):
+    """What begins so, of blocks past the config's."""
+
+
 Rule = Copy | Stack | Ignore
 Indices = dict[str, int]
 
@@ -59,6 +64,12 @@ def indices(pattern: str, name: str) -> Indices | None:
     """The numbers in `name` where `pattern` has `{i}` and `{e}`; None where it does not fit."""
     found = _regex(pattern).fullmatch(name)
     return None if found is None else {key: int(number) for key, number in found.groupdict().items()}
+
+
+def lies_beyond(rules: list[Rule], name: str, blocks: int) -> bool:
+    """Whether a tensor of theirs is of a block past the first `blocks`, and a rule passes over those."""
+    starts = [_regex(rule.theirs).match(name) for rule in rules if isinstance(rule, Beyond)]
+    return any(found is not None and int(found["i"]) >= blocks for found in starts)
 
 
 # What stands in the names of a model that was saved inside a wrapper: peft's, a data-parallel one's, torch.compile's.

@@ -66,7 +66,8 @@ def test_expert_helpers(model: HookedTransformer, cache: Any) -> None:
         assert int(counts[expert]) == int((indices[MASK.bool()] == expert).sum())
     entropy = cache.routing_entropy(1)
     assert entropy.shape == (int(MASK.sum()),)
-    scores = cache["router_logits", 1].softmax(-1) if mlp.scoring == "sparsemixer" else cache["router_scores", 1]
+    scored = model.support(1)["router_scores"] is None
+    scores = cache["router_scores", 1] if scored else cache["router_logits", 1].softmax(-1)
     shares = (scores / scores.sum(-1, keepdim=True))[MASK.bool()]
     torch.testing.assert_close(entropy, -(shares * shares.log()).sum(-1))
     _, plain = model.run_with_cache(prompt())
@@ -95,7 +96,8 @@ def test_experts_are_counted_over_real_tokens_or_not_at_all(model: HookedTransfo
     ):
         assert part.expert_counts(1).tolist() == [int((kept == expert).sum()) for expert in range(count)]
         assert part.routing_entropy(1).shape == (kept.numel() // indices.shape[-1],)
-    wanted = ["expert_indices", "router_scores" if model.layers[1].mlp.scoring != "sparsemixer" else "router_logits"]
+    scored = model.support(1)["router_scores"] is None
+    wanted = ["expert_indices", "router_scores" if scored else "router_logits"]
     _, without = model.run_with_cache(prompt(), names_filter=wanted, attention_mask=MASK)
     for reading in (without.expert_counts, without.routing_entropy):
         with pytest.raises(UnknownName, match="attention_mask, which says which are, is not in this cache: name it in"):

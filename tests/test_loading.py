@@ -43,6 +43,8 @@ from tests.tiny import (
     write_tensors,
 )
 from transformer_std import HookedTransformer, TransformerConfig
+from transformer_std.components.latent import LatentAttention
+from transformer_std.weights import UnreadableWeight
 
 # -- configs -----------------------------------------------------------------------------------------------------
 
@@ -681,11 +683,19 @@ def test_sizes_and_weight_views(structure: Recipe, checkpoints: Folders) -> None
         getattr(config, "num_key_value_heads", config.num_attention_heads),
         config.vocab_size,
     )
-    assert (model.head_dim, model.qk_head_dim) == (head_dim, head_dim)
+    widths = getattr(config, "v_head_dim", head_dim), getattr(config, "qk_head_dim", head_dim)
+    assert (model.head_dim, model.qk_head_dim) == widths
     width = getattr(config, spelled(structure, "intermediate_size"))
     assert model.intermediate_size == (4 * config.hidden_size if width is None else width)
     _, cache = model.run_with_cache(prompt())
     attention, x = model.layers[1].self_attn, cache["attention_input", 1]
+    o = torch.einsum("bshd,hdm->bsm", cache["attention_premix", 1], attention.W_O) + attention.b_O
+    torch.testing.assert_close(o, attention.o(cache["attention_premix", 1].flatten(2)))
+    out = cache["final_norm_output"] @ model.W_U + model.b_U
+    torch.testing.assert_close(out, cache["lm_head_output"])
+    assert torch.equal(model.W_E[prompt()], cache["token_embeddings"])
+    if isinstance(attention, LatentAttention):
+        return
     q = torch.einsum("bsm,hmd->bhsd", x, attention.W_Q) + attention.b_Q[:, None]
     v = torch.einsum("bsm,hmd->bhsd", x, attention.W_V) + attention.b_V[:, None]
     k = torch.einsum("bsm,hmd->bhsd", x, attention.W_K) + attention.b_K[:, None]
@@ -693,14 +703,44 @@ def test_sizes_and_weight_views(structure: Recipe, checkpoints: Folders) -> None
     if attention.q_norm is None:
         torch.testing.assert_close(q, cache["attention_queries_before_rotary", 1])
         torch.testing.assert_close(k, cache["attention_keys_before_rotary", 1])
-    o = torch.einsum("bshd,hdm->bsm", cache["attention_premix", 1], attention.W_O) + attention.b_O
-    torch.testing.assert_close(o, attention.o(cache["attention_premix", 1].flatten(2)))
-    out = cache["final_norm_output"] @ model.W_U + model.b_U
-    torch.testing.assert_close(out, cache["lm_head_output"])
-    assert torch.equal(model.W_E[prompt()], cache["token_embeddings"])
     views = [attention.W_Q, attention.W_K, attention.W_V, attention.W_O, model.W_E, model.W_U]
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert all(view.untyped_storage().data_ptr() in storages for view in views)
+
+
+@torch.no_grad()
+def test_maps_from_a_latent(checkpoints: Folders) -> None:
+    for recipe in ("deepseek_v3-base", "deepseek_v3-whole_queries"):
+        model = HookedTransformer.from_pretrained(checkpoints(NAMED[recipe]))
+        _, cache = model.run_with_cache(prompt())
+        attention, latent = model.layers[1].self_attn, cache["attention_latent", 1]
+        k = torch.einsum("bsl,hld->bhsd", latent, attention.W_UK)
+        v = torch.einsum("bsl,hld->bhsd", latent, attention.W_UV)
+        torch.testing.assert_close(k, cache["attention_keys", 1][..., : attention.cfg.plain_dims])
+        torch.testing.assert_close(v, cache["attention_values", 1])
+        for name in ("W_K", "W_V", *["W_Q"] * (attention.cfg.query_size is not None)):
+            with pytest.raises(UnreadableWeight, match=r"layers.1.self_attn.*a norm between.*read W_UK and W_UV"):
+                getattr(attention, name)
+    q = torch.einsum("bsm,hmd->bhsd", cache["attention_input", 1], attention.W_Q)
+    torch.testing.assert_close(q, cache["attention_queries_before_rotary", 1])
+
+
+@torch.no_grad()
+def test_blocks_that_foretell_more_tokens_are_passed_over(own_copy: Folders, checkpoints: Folders) -> None:
+    """As transformers does with the last block of DeepSeek V3; where no family says so, such blocks are left over."""
+    folder = own_copy(NAMED["deepseek_v3-base"])
+    whole = tensors_of(folder)
+    more = {f"model.layers.3.{name}": torch.ones(2) for name in ("eh_proj.weight", "self_attn.o_proj.weight")}
+    write_tensors(folder, {**whole, **more})
+    model = HookedTransformer.from_pretrained(folder)
+    assert torch.equal(
+        model(prompt()), load_reference(checkpoints(NAMED["deepseek_v3-base"]), attn="sdpa")(prompt()).logits
+    )
+    write_tensors(folder, {**whole, "model.layers.2.eh_proj.weight": torch.ones(2)})
+    refused(folder, r"left over: model.layers.2.eh_proj.weight")
+    folder = own_copy(NAMED["llama-base"])
+    write_tensors(folder, {**tensors_of(folder), **more})
+    refused(folder, r"left over: model.layers.3.eh_proj.weight")
 
 
 @torch.no_grad()

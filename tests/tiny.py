@@ -200,6 +200,18 @@ RECIPES = [
         "gpt_oss", "layer_types",
         {"layer_types": [FULL, SLIDING, SLIDING], "rope_parameters": LINEAR, "swiglu_alpha": 1.3}, (5, 8, LENGTH),
     ),
+    Recipe("deepseek_v3", "base"),
+    Recipe(
+        "deepseek_v3", "whole_queries",
+        {"q_lora_rank": None, "tie_word_embeddings": True, "n_group": 1, "topk_group": 1},
+    ),
+    Recipe("deepseek_v3", "halves_biased", {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False}),
+    Recipe(
+        "deepseek_v3", "yarn",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1}, "max_position_embeddings": 256},
+        (LENGTH, 70),
+    ),
+    Recipe("deepseek_v3", "all_dense", {"first_k_dense_replace": 3}),
 ]  # fmt: skip
 NAMED = {recipe.id: recipe for recipe in RECIPES}
 ONE = Recipe("phi", "one", {"num_hidden_layers": 1})  # the smallest
@@ -207,12 +219,12 @@ FAMILIES = [recipe for recipe in RECIPES if recipe.name == "base"]  # one of eac
 # Of the machinery, every part is in one of these: what no family does in a way of its own is shown on them.
 DIFFERENT = ("phi", "phi3", "phimoe", "qwen2_moe", "afmoe", "gpt2", "gemma2")
 BASES = [recipe for recipe in FAMILIES if recipe.family in DIFFERENT]
-MIXTURES = [base for base in BASES if base.family in ("phimoe", "qwen2_moe", "afmoe")]
+MIXTURES = [NAMED[f"{family}-base"] for family in ("phimoe", "qwen2_moe", "afmoe", "gpt_oss", "deepseek_v3")]
 # One of each structure: what is no matter of numbers is shown on these.
 MORE = {
     "phi-qk_layernorm", "phi-tied", "phi3-window", "phi3-longrope", "phimoe-unbiased", "qwen2_moe-dense_first",
     "qwen2_moe-all_dense", "afmoe-biased", "olmo2-base", "gemma3_text-base", "gpt_neox-base", "gptj-base", "opt-base",
-    "mixtral-base", "llama-biased", "gpt_oss-base",
+    "mixtral-base", "llama-biased", "gpt_oss-base", "deepseek_v3-base",
 }  # fmt: skip
 STRUCTURES = [recipe for recipe in RECIPES if recipe in BASES or recipe.id in MORE]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from transformer_std import ActivationCache, HookedTransformer
 from transformer_std.components.attention import Attention
+from transformer_std.components.latent import LatentAttention
 from transformer_std.hooks.hook_point import HookPoint
 
 
@@ -40,7 +41,8 @@ def runs(model: HookedTransformer, tokens: Tensor) -> None:
 
 
 def parts(model: HookedTransformer) -> None:
-    assert_type(model.layers[0].self_attn, Attention)
+    assert_type(model.layers[0].self_attn, Attention | LatentAttention)
+    assert_type(model.layers[0].self_attn.W_O, Tensor)
     assert_type([block.self_attn.cfg.num_heads for block in model.layers], list[int])
     assert_type(model.tokenizer.eos_token_id, Any)
 

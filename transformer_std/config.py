@@ -103,14 +103,15 @@ class LongRope(Scaling):
 class Rotary:
     """Rotary position embedding of the first `dims` dimensions of a head (https://arxiv.org/abs/2104.09864).
 
-    `pairs`: dimension i turns with i + dims / 2, or with its neighbour. `wide`: it turns in float32. `contiguous`: what
+    `pairs`: dimension i turns with i + dims / 2, or with its neighbour; "neighbours_apart": the first of all neighbours
+    come before the second, once they are turned. `wide`: it turns in float32. `contiguous`: what
     is turned lies head after head in memory, which decides how later products round.
     """
 
     dims: int
     theta: float
     scaling: Scaling | None = None
-    pairs: Literal["halves", "neighbours"] = "halves"
+    pairs: Literal["halves", "neighbours", "neighbours_apart"] = "halves"
     wide: bool = False
     contiguous: bool = False
 
@@ -141,6 +142,29 @@ class Attention:
     softcap: float | None = None
     sinks: bool = False
     openly: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The width of a head's queries and keys."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Attention):
+    """Keys and values are projections of a latent, normed by `norm`, of `latent_size` dimensions a token; queries of
+    one of `query_size`, or None, of the stream. The rotary turns the last dimensions of queries and keys alone, and
+    these of the keys are the same for all heads; `plain_dims` come before them. `head_dim` is that of the values. The
+    biases are those of the projections that read or write the stream."""
+
+    norm: Norm
+    latent_size: int
+    query_size: int | None
+    plain_dims: int
+    rotary: Rotary
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.plain_dims + self.rotary.dims
 
 
 @dataclass(frozen=True)
@@ -182,13 +206,25 @@ class SigmoidTopK:
 
 
 @dataclass(frozen=True)
+class GroupedSigmoid:
+    """As `SigmoidTopK`, among the experts of the `top_groups` of `groups` whose two best sum to most; the router's
+    matrix and its logits are float32 always. `normalized`: the weights are divided by their sum."""
+
+    scoring: ClassVar[str] = "sigmoid"
+    scale: float
+    groups: int
+    top_groups: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
 class TopKSoftmax:
     """A softmax over the top logits alone."""
 
     scoring: ClassVar[str] = "chosen"
 
 
-Router = SparseMixer | SoftmaxTopK | SigmoidTopK | TopKSoftmax
+Router = SparseMixer | SoftmaxTopK | SigmoidTopK | GroupedSigmoid | TopKSoftmax
 
 
 @dataclass(frozen=True)
@@ -204,7 +240,8 @@ class Clamp:
 class Mixture:
     """`top_k` of `num_experts` gated MLPs a token, each `intermediate_size` wide, beside an optional `shared` one that
     every token runs through; `shared_gate`: times a sigmoid of the token. `shared_first`: it runs before the router,
-    since the gradients of an input add up in the order of its uses. `bias`: of the router and of the experts."""
+    `shared_last`: after the experts, else between, since the gradients of an input add up in the order of its uses.
+    `bias`: of the router and of the experts."""
 
     intermediate_size: int
     activation: str
@@ -214,6 +251,7 @@ class Mixture:
     shared: Mlp | None = None
     shared_gate: bool = False
     shared_first: bool = False
+    shared_last: bool = False
     bias: bool = False
     clamp: Clamp | None = None
 

@@ -4,6 +4,8 @@ batch, seq         rows and positions of the call
 query, key         positions as attention pairs them (under a key/value cache there are more keys than queries)
 num_heads          query heads; num_kv_heads: the heads that keys and values have
 qk_head_dim        width of a query or key head; head_dim: of a value head
+latent_size        width of what the keys and values of all heads come of, where they do
+rotary_dims        how many dimensions of a head the rotary turns
 top_k              routing slots of a token; num_experts: experts it can be routed to
 """
 
@@ -20,6 +22,8 @@ Queries = Float[Tensor, "batch num_heads seq qk_head_dim"]
 Keys = Float[Tensor, "batch num_kv_heads seq qk_head_dim"]
 Values = Float[Tensor, "batch num_kv_heads seq head_dim"]
 Pattern = Float[Tensor, "batch num_heads query key"]
+Latent = Float[Tensor, "batch seq latent_size"]
+SharedKeys = Float[Tensor, "batch seq rotary_dims"]
 Sinks = Float[Tensor, "batch num_heads query 1"]
 HeadOutputs = Float[Tensor, "batch seq num_heads head_dim"]
 HeadResults = Float[Tensor, "batch seq num_heads hidden_size"]

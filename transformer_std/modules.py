@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +71,23 @@ class Linear(Direct, nn.Linear):
         if "weight" in own and "bias" in own:  # they are not where a parametrization computes them
             return F.linear(x, own["weight"], own["bias"])
         return F.linear(x, self.weight, self.bias)
+
+
+class WideLinear(Linear):
+    """A matrix that is float32, and multiplies in it, whatever dtype the model has."""
+
+    def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float(), self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.weight.data
+        super()._apply(fn, recurse)
+        if self.weight.dtype != before.dtype:  # model.half() and the like
+            self.weight.data = before.to(self.weight.device)
+        return self
 
 
 class ZeroedLinear(Linear):

@@ -362,7 +362,7 @@ class Transformer(Text, Host):
 
     @property
     def qk_head_dim(self) -> int:
-        return self.config.attention.head_dim
+        return self.config.attention.qk_head_dim
 
     @property
     def intermediate_size(self) -> int:

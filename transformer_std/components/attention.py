@@ -46,8 +46,9 @@ def _refuse(message: str) -> NoReturn:
     raise UnreadableWeight(message)
 
 
-class Attention(Host):
-    """Multi-head attention with grouped key/value heads (https://arxiv.org/abs/2305.13245)."""
+class SoftmaxAttention(Host):
+    """From queries, keys and values on. A subclass says where these come from: its `__init__` calls `build_output` when
+    it has built that."""
 
     host = "self_attn"
 
@@ -66,18 +67,16 @@ class Attention(Host):
     attention_unnormed_output = HookPoint(Residual, "The output projection's output, entering the post-norm")
     attention_output = HookPoint(Residual, "What the attention adds to the residual stream")
 
-    def __init__(self, cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool = False):
+    def __init__(self, cfg: config.Attention, hidden_size: int, eager: bool):
         super().__init__()
         self.cfg, self.hidden_size = cfg, hidden_size
         self.openly = eager or cfg.openly or cfg.softcap is not None or cfg.sinks
-        scale = cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale
+        scale = cfg.qk_head_dim**-0.5 if cfg.scale is None else cfg.scale
         self.query_scale = scale if cfg.scaled_queries else 1.0
         self.scale = 1.0 if cfg.scaled_queries else scale
-        self.projections = PROJECTIONS[cfg.fused](cfg, hidden_size)
-        over = {"head": (1, 1), "heads": (cfg.num_heads, cfg.num_kv_heads)}[cfg.qk_norm_over]
-        self.q_norm = norm_or_none(cfg.qk_norm, over[0] * cfg.head_dim)
-        self.k_norm = norm_or_none(cfg.qk_norm, over[1] * cfg.head_dim)
-        self.gate = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=False) if cfg.output_gate else None
+
+    def build_output(self, post_norm: config.Norm | None) -> None:
+        cfg, hidden_size = self.cfg, self.hidden_size
         self.o = Linear(cfg.num_heads * cfg.head_dim, hidden_size, bias=cfg.output_bias)
         self.sinks = nn.Parameter(torch.empty(cfg.num_heads)) if cfg.sinks else None
         self.post_norm = norm_or_none(post_norm, hidden_size)
@@ -88,34 +87,15 @@ class Attention(Host):
         if not post_norm:
             self.without("no norm follows this attention: read attention_output", "attention_unnormed_output")
 
-    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerKV | None = None) -> Residual:
-        q, k, v = self.projections(x)
-        gate = None if self.gate is None else side_by_side(self.gate(x), self.cfg.head_dim)
-        q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
-        q, k = self.attention_queries_before_rotary(q), self.attention_keys_before_rotary(k)
-        if angles is not None and self.cfg.rotary is not None:
-            q, k = turn_both(q, k, angles, self.cfg.rotary)
-        if self.cfg.scaled_queries:
-            q = q * self.query_scale
-        if cache is not None:
-            k, v = cache.update(k, v)
+    def attend(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
         heads = self.mix(self.attention_queries(q), self.attention_keys(k), self.attention_values(v), mask)
-        heads = self.attention_head_outputs(heads)
-        if gate is not None:
-            heads = heads * torch.sigmoid(self.attention_gate(gate))
+        return self.attention_head_outputs(heads)
+
+    def leave(self, heads: HeadOutputs) -> Residual:
         out = self.project(self.attention_premix(heads))
         if self.post_norm is not None:
             out = self.post_norm(self.attention_unnormed_output(out))
         return self.attention_output(out)
-
-    def normed(
-        self, x: Float[Tensor, "batch heads seq dim"], norm: AnyNorm | None
-    ) -> Float[Tensor, "batch heads seq dim"]:
-        if norm is None:
-            return x
-        if self.cfg.qk_norm_over == "head":
-            return norm(x)
-        return split_heads(norm(merge_heads(x.transpose(1, 2))), self.cfg.head_dim)
 
     def mix(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
         if not (self.openly or self.attention_scores.watched or self.attention_probabilities.watched):
@@ -167,6 +147,62 @@ class Attention(Host):
     def _output_map(self) -> tuple[Float[Tensor, "hidden_size width"], Float[Tensor, " hidden_size"]]:
         return linear_map(self, "o", self.cfg.num_heads * self.cfg.head_dim)
 
+    def by_query_head(self, of_kv_heads: Float[Tensor, "kv_heads ..."]) -> Float[Tensor, "num_heads ..."]:
+        """`W_K`, `W_V`, `b_K` or `b_V` with a key/value head's entry once for each query head of its group, so that
+        `by_query_head(W_V)[3] @ W_O[3]` is query head 3's own; `W_V[3]` is another's where heads are grouped."""
+        if len(of_kv_heads) != self.cfg.num_kv_heads:
+            raise ValueError(f"{len(of_kv_heads)} heads: give one of the {self.cfg.num_kv_heads} key/value heads' own")
+        groups = self.cfg.num_heads // self.cfg.num_kv_heads
+        return repeat(of_kv_heads, "kv_head ... -> (kv_head group) ...", group=groups)
+
+    @property
+    def W_O(self) -> Float[Tensor, "num_heads head_dim hidden_size"]:
+        return by_head(self._output_map()[0], self.cfg.head_dim)
+
+    @property
+    def b_O(self) -> Float[Tensor, " hidden_size"]:
+        return self._output_map()[1]
+
+
+class Attention(SoftmaxAttention):
+    """Multi-head attention with grouped key/value heads (https://arxiv.org/abs/2305.13245)."""
+
+    lacks = "keys and values are projections of the stream: there is no latent"
+
+    def __init__(self, cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool = False):
+        super().__init__(cfg, hidden_size, eager)
+        self.projections = PROJECTIONS[cfg.fused](cfg, hidden_size)
+        over = {"head": (1, 1), "heads": (cfg.num_heads, cfg.num_kv_heads)}[cfg.qk_norm_over]
+        self.q_norm = norm_or_none(cfg.qk_norm, over[0] * cfg.head_dim)
+        self.k_norm = norm_or_none(cfg.qk_norm, over[1] * cfg.head_dim)
+        self.gate = Linear(hidden_size, cfg.num_heads * cfg.head_dim, bias=False) if cfg.output_gate else None
+        self.build_output(post_norm)
+
+    def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerKV | None = None) -> Residual:
+        q, k, v = self.projections(x)
+        gate = None if self.gate is None else side_by_side(self.gate(x), self.cfg.head_dim)
+        q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
+        q, k = self.attention_queries_before_rotary(q), self.attention_keys_before_rotary(k)
+        if angles is not None and self.cfg.rotary is not None:
+            q, k = turn_both(q, k, angles, self.cfg.rotary)
+        if self.cfg.scaled_queries:
+            q = q * self.query_scale
+        if cache is not None:
+            k, v = cache.update(k, v)
+        heads = self.attend(q, k, v, mask)
+        if gate is not None:
+            heads = heads * torch.sigmoid(self.attention_gate(gate))
+        return self.leave(heads)
+
+    def normed(
+        self, x: Float[Tensor, "batch heads seq dim"], norm: AnyNorm | None
+    ) -> Float[Tensor, "batch heads seq dim"]:
+        if norm is None:
+            return x
+        if self.cfg.qk_norm_over == "head":
+            return norm(x)
+        return split_heads(norm(merge_heads(x.transpose(1, 2))), self.cfg.head_dim)
+
     def _parts(self) -> list[OfHeads]:
         return self.projections.parts(lambda name: linear_map(self, f"projections.{name}", self.hidden_size))
 
@@ -175,14 +211,6 @@ class Attention(Host):
 
     def _bias(self, index: int) -> Float[Tensor, "heads dim"]:
         return self._parts()[index][1]
-
-    def by_query_head(self, of_kv_heads: Float[Tensor, "kv_heads ..."]) -> Float[Tensor, "num_heads ..."]:
-        """`W_K`, `W_V`, `b_K` or `b_V` with a key/value head's entry once for each query head of its group, so that
-        `by_query_head(W_V)[3] @ W_O[3]` is query head 3's own; `W_V[3]` is another's where heads are grouped."""
-        if len(of_kv_heads) != self.cfg.num_kv_heads:
-            raise ValueError(f"{len(of_kv_heads)} heads: give one of the {self.cfg.num_kv_heads} key/value heads' own")
-        groups = self.cfg.num_heads // self.cfg.num_kv_heads
-        return repeat(of_kv_heads, "kv_head ... -> (kv_head group) ...", group=groups)
 
     @property
     def W_Q(self) -> Float[Tensor, "num_heads hidden_size head_dim"]:
@@ -199,10 +227,6 @@ class Attention(Host):
         return self._weight(2)
 
     @property
-    def W_O(self) -> Float[Tensor, "num_heads head_dim hidden_size"]:
-        return by_head(self._output_map()[0], self.cfg.head_dim)
-
-    @property
     def b_Q(self) -> Float[Tensor, "num_heads head_dim"]:
         return self._bias(0)
 
@@ -213,7 +237,3 @@ class Attention(Host):
     @property
     def b_V(self) -> Float[Tensor, "num_kv_heads head_dim"]:
         return self._bias(2)
-
-    @property
-    def b_O(self) -> Float[Tensor, " hidden_size"]:
-        return self._output_map()[1]

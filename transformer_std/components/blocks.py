@@ -10,6 +10,7 @@ from torch import nn
 from transformer_std import config
 from transformer_std.components.attention import Attention
 from transformer_std.components.kernels import Mask
+from transformer_std.components.latent import LatentAttention
 from transformer_std.components.mixture import Mixture
 from transformer_std.components.mlp import MLPS, Mlp
 from transformer_std.components.norms import AnyNorm, norm_or_none
@@ -30,6 +31,14 @@ def build_mlp(cfg: config.Mlp | config.Mixture, hidden_size: int, post_norm: con
     mlp = MLPS[cfg.kind](cfg, hidden_size, post_norm)
     mlp.shared_experts = Missing("shared_experts", "a dense MLP: it has no shared expert beside it")
     return mlp
+
+
+def build_attention(
+    cfg: config.Attention, hidden_size: int, post_norm: config.Norm | None, eager: bool
+) -> Attention | LatentAttention:
+    if isinstance(cfg, config.LatentAttention):
+        return LatentAttention(cfg, hidden_size, post_norm, eager)
+    return Attention(cfg, hidden_size, post_norm, eager)
 
 
 class Block(Host):
@@ -62,7 +71,7 @@ class AttentionBlock(Block):
         super().__init__()
         if (norm := self.readers["attention"][0]) is not None:
             self.register_module(norm, norm_or_none(cfg.norm, hidden_size))
-        self.self_attn = Attention(cfg.attention, hidden_size, cfg.post_norm, eager)
+        self.self_attn = build_attention(cfg.attention, hidden_size, cfg.post_norm, eager)
         self.mlp = build_mlp(cfg.mlp, hidden_size, cfg.post_norm)
 
     def needs(self) -> tuple[Need, ...]:

@@ -16,6 +16,8 @@ from transformer_std.components.tracing import can_look, has_numbers
 
 Rows = Float[Tensor, "rows width"]
 FEW = 32  # experts
+# Up to 2.10 the grouped kernel wants its factors at multiples of 16 bytes, where a file's tensors need not lie.
+LIES_ANYWHERE = torch.__version__ >= "2.11"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Where each expert's rows end; or, of the experts that have any, how many.
@@ -62,6 +64,8 @@ def _no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
 def _kernel_takes(rows: Tensor, weights: Tensor) -> bool:
     """Whether torch's grouped product knows this dtype, and has every row begin where its kernels want it."""
     aligned = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
+    if not (LIES_ANYWHERE or (has_numbers(rows) and weights.data_ptr() % 16 == 0)):
+        return False
     return aligned and rows.dtype in KERNEL_DTYPES and hasattr(F, "grouped_mm")
 
 

@@ -76,7 +76,8 @@ def masked_scores(
 
 def softmax_beside(scores: Pattern, sinks: Sinks) -> Pattern:
     """The softmax of the scores and a sink's, without the sink's share; in their own dtype, as transformers has it."""
-    both = torch.cat((scores, sinks), dim=-1)
+    dtype = torch.promote_types(scores.dtype, sinks.dtype)  # two, under autocast
+    both = torch.cat((scores.to(dtype), sinks.to(dtype)), dim=-1)
     both = both - both.max(dim=-1, keepdim=True).values
     return F.softmax(both, dim=-1, dtype=both.dtype)[..., :-1]
 

@@ -26,8 +26,11 @@ from transformer_std.layouts import (
     SharedGate,
     SlotNeurons,
 )
-from transformer_std.modules import Linear, ZeroedLinear
+from transformer_std.modules import Linear, WideLinear, ZeroedLinear
 from transformer_std.weights import own_weight
+
+# Of routers that have one of their own. One starts from ties, which its selection bias breaks.
+MATRICES: dict[type, type[Linear]] = {config.SigmoidTopK: ZeroedLinear, config.GroupedSigmoid: WideLinear}
 
 
 def shared_experts(cfg: config.Mlp | None, hidden_size: int) -> SharedExpert | Missing:
@@ -61,8 +64,7 @@ class Mixture(Host):
     def __init__(self, cfg: config.Mixture, hidden_size: int, post_norm: config.Norm | None = None):
         super().__init__()
         self.cfg, scoring = cfg, cfg.router.scoring
-        # Beside a selection bias a router starts from ties, which the bias breaks.
-        self.router = (ZeroedLinear if scoring == "sigmoid" else Linear)(hidden_size, cfg.num_experts, bias=cfg.bias)
+        self.router = MATRICES.get(type(cfg.router), Linear)(hidden_size, cfg.num_experts, bias=cfg.bias)
         self.expert_bias = (
             nn.Parameter(torch.zeros(cfg.num_experts), requires_grad=False) if scoring == "sigmoid" else None
         )
@@ -83,14 +85,17 @@ class Mixture(Host):
 
     def forward(self, x: Residual) -> Residual:
         x = self.jittered(x)
-        shared = self.shared_experts(x) if self.cfg.shared and self.cfg.shared_first else None
+        first, last = self.cfg.shared_first, self.cfg.shared_last
+        shared = self.shared_experts(x) if self.cfg.shared and first else None
         weights, indices = self.select(self.router_logits(self.router(x)))
-        if self.cfg.shared and not self.cfg.shared_first:
+        if self.cfg.shared and not (first or last):
             shared = self.shared_experts(x)
         indices = self._checked(self.expert_indices(indices))
         weights = self.expert_weights(weights)
         slots = self.expert_outputs(self.experts(x, weights, indices, self))
         out = self.routed_output(slots.sum(2).to(x.dtype))
+        if self.cfg.shared and last:
+            shared = self.shared_experts(x)
         if shared is not None:
             out = out + self.shared(x, shared)
         if self.post_norm is not None:

@@ -104,7 +104,8 @@ def rotary_angles(rotary: Rotary, positions: Int[Tensor, "rows seq"], dtype: tor
                 scale = torch.full_like(past, by.scale, dtype=torch.float32).masked_fill(past, by.long_scale)
         frequencies = torch.where(past, others, frequencies)
     angles = positions[:, None, :, None].float() * frequencies
-    angles = torch.cat((angles, angles), dim=-1) if rotary.pairs == "halves" else angles.repeat_interleave(2, dim=-1)
+    woven = rotary.pairs == "neighbours"
+    angles = angles.repeat_interleave(2, dim=-1) if woven else torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()
     if not isinstance(scale, float) or scale != 1.0:
         cos, sin = cos * scale, sin * scale
@@ -113,17 +114,17 @@ def rotary_angles(rotary: Rotary, positions: Int[Tensor, "rows seq"], dtype: tor
 
 def signed(sin: Float[Tensor, "*axes rotated"], rotary: Rotary) -> Float[Tensor, "*axes rotated"]:
     """The first of each pair gets minus the other times sin."""
-    if rotary.pairs == "halves":
-        half = rotary.dims // 2
-        return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    if rotary.pairs == "neighbours":
+        return torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    half = rotary.dims // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
 def crossed(x: Float[Tensor, "*axes rotated"], rotary: Rotary) -> Float[Tensor, "*axes rotated"]:
     """Each dimension's partner in its place."""
-    if rotary.pairs == "halves":
-        return x.roll(rotary.dims // 2, -1)
-    return torch.stack((x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    if rotary.pairs == "neighbours":
+        return torch.stack((x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x.roll(rotary.dims // 2, -1)
 
 
 def angles_from_zero(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> Angles:
@@ -146,6 +147,8 @@ def turn(
     """Rotates the first dimensions of every head; the rest pass."""
     (cos, signed_sin), dims, rest = angles, rotary.dims, heads.shape[-1] - rotary.dims
     first = heads.narrow(-1, 0, dims) if rest else heads
+    if rotary.pairs == "neighbours_apart":
+        first = torch.cat((first[..., ::2], first[..., 1::2]), dim=-1)
     turned, partners = first * cos, crossed(first, rotary)
     turned = plus(turned, times(partners, signed_sin))
     if rotary.wide:

@@ -29,6 +29,22 @@ def sigmoid_top_k(scores: RouterLogits, bias: Float[Tensor, " num_experts"], top
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, indices
 
 
+def grouped_sigmoid_top_k(
+    scores: RouterLogits, bias: Float[Tensor, " num_experts"], top_k: int, router: config.GroupedSigmoid
+) -> Choice:
+    """As `sigmoid_top_k`, among the experts of the best groups; the slots are in the order in which topk finds them."""
+    grouped = (scores + bias).unflatten(-1, (router.groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1)
+    open_groups = torch.topk(best, router.top_groups, dim=-1, sorted=False).indices
+    closed = torch.ones_like(best, dtype=torch.bool).scatter(-1, open_groups, False)
+    left = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+    indices = torch.topk(left, top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, indices)
+    if router.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.scale, indices
+
+
 def top_k_softmax(logits: RouterLogits, top_k: int) -> Choice:
     """The largest `top_k` logits, and a softmax over them."""
     chosen, indices = torch.topk(logits, top_k, dim=-1)
@@ -112,6 +128,10 @@ def _choose_sigmoid(mixture: Any, logits: RouterLogits, scores: RouterLogits) ->
     return sigmoid_top_k(scores, mixture.expert_bias, mixture.top_k, mixture.cfg.router.scale)
 
 
+def _choose_grouped(mixture: Any, logits: RouterLogits, scores: RouterLogits) -> Choice:
+    return grouped_sigmoid_top_k(scores, mixture.expert_bias, mixture.top_k, mixture.cfg.router)
+
+
 def _choose_sparsemixer(mixture: Any, logits: RouterLogits, scores: None) -> Choice:
     return sparsemixer(logits, mixture.cfg.router.jitter, mixture.training)
 
@@ -119,6 +139,7 @@ def _choose_sparsemixer(mixture: Any, logits: RouterLogits, scores: None) -> Cho
 ROUTERS: dict[type, Router] = {
     config.SoftmaxTopK: Router(lambda logits: logits.softmax(-1, dtype=torch.float32), _choose_softmax),
     config.SigmoidTopK: Router(lambda logits: logits.float().sigmoid(), _choose_sigmoid),
+    config.GroupedSigmoid: Router(torch.sigmoid, _choose_grouped),
     config.SparseMixer: Router(None, _choose_sparsemixer),
     config.TopKSoftmax: Router(None, lambda mixture, logits, scores: top_k_softmax(logits, mixture.top_k)),
 }
