@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import converters
 from converters import cli
-from converters.families import attention_of
 from converters.tiny import make_tokenizer
+from converters.verification.reference import attention_there_is
 from tests.tiny import (
     AROUND,
     BASES,
@@ -26,7 +26,6 @@ from tests.tiny import (
     Recipe,
     as_released,
     edit_config,
-    family_of,
     load_reference,
     prompt,
 )
@@ -56,7 +55,7 @@ def test_round_trip(structure: Recipe, dtype: torch.dtype, checkpoints: Folders,
     assert config_of(tmp_path / "ours")["dtype"] == str(dtype)[6:]
     exported, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours",
-        attn_implementation=attention_of(family_of(structure), "sdpa"),
+        attn_implementation=attention_there_is(model.config, "sdpa"),
         output_loading_info=True,
     )
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

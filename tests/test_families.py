@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import converters
-from converters.families import attention_of
+from converters.verification.reference import attention_there_is
 from tests.oracle import both, check_parameter_gradients
 from tests.tiny import (
     BASES,
@@ -25,7 +25,6 @@ from tests.tiny import (
     VOCAB,
     Folders,
     Recipe,
-    family_of,
     hf_config,
     left_padded,
     load_reference,
@@ -50,7 +49,7 @@ def test_logits_are_transformers(recipe: Recipe, dtype: torch.dtype, checkpoints
     theirs = load_reference(checkpoints(recipe), dtype)
     for attn in ("sdpa", "eager"):
         model = HookedTransformer.from_pretrained(checkpoints(recipe), dtype=dtype, attn_implementation=attn)
-        theirs.set_attn_implementation(attention_of(family_of(recipe), attn))
+        theirs.set_attn_implementation(attention_there_is(model.config, attn))
         for length in recipe.lengths:
             for tokens in (prompt(length), prompt(length)[:1]):
                 ours, expected = model(tokens), theirs(tokens).logits

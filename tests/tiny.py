@@ -17,9 +17,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import converters
-from converters.families import attention_of, module_of
+from converters.families import module_of
 from converters.rules import released_as
 from converters.tiny import shake
+from converters.verification.reference import attention_there_is
 from transformer_std import HookedTransformer
 
 VOCAB = 131
@@ -191,7 +192,7 @@ RECIPES = [
         "opt", "unbiased_untied",
         {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}, (5, 8, LENGTH),
     ),
-    Recipe("gpt_oss", "base", {}, (5, 6, 7, LENGTH)),
+    Recipe("gpt_oss", "base", {"swiglu_limit": 0.5}, (5, 6, 7, LENGTH)),
     Recipe(
         "gpt_oss", "unbiased_tied",
         {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 6},
@@ -291,7 +292,7 @@ def as_released(folder: Path) -> None:
 
 
 def load_reference(folder: Path, dtype: torch.dtype | str = torch.float32, attn: str = "eager") -> Any:
-    attn = attention_of(module_of(json.loads((folder / "config.json").read_text())), attn)
+    attn = attention_there_is(converters.read_config(folder), attn)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn).eval()
 
 

@@ -122,8 +122,7 @@ class Attention:
     many keys a query sees, itself included. `qk_norm_over`: each head is normed alone, or all heads side by side.
     `scale` multiplies the scores, None: head_dim ** -0.5; with `scaled_queries` the queries instead. `wide_scores`: the
     open path has the scores in float32. `softcap`: a tanh caps the scores. `sinks`: each head has a learned score more,
-    which takes its share of the softmax and has no value. `openly`: never by a fused kernel, as where there is a
-    softcap or a sink."""
+    which takes its share of the softmax and has no value. `openly`: never by a fused kernel."""
 
     num_heads: int
     num_kv_heads: int
@@ -147,6 +146,10 @@ class Attention:
     def qk_head_dim(self) -> int:
         """The width of a head's queries and keys."""
         return self.head_dim
+
+    @property
+    def open_always(self) -> bool:
+        return self.openly or self.softcap is not None or self.sinks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,6 @@ def names() -> list[str]:
     return [name for _, name, _ in pkgutil.iter_modules(__path__)]
 
 
-def attention_of(family: ModuleType, wanted: str) -> str:
-    """The attention that transformers has of a family where `wanted` is asked for: the open one where it has no sdpa.
-    There we compute openly too."""
-    return wanted if wanted in getattr(family, "ATTENTION", (wanted,)) else "eager"
-
-
 def module_of(config: TransformerConfig | dict[str, Any]) -> ModuleType:
     """The family's module, of a released config or of ours. Raises `ConfigError` where none serves it."""
     if isinstance(config, TransformerConfig):

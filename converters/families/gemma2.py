@@ -12,7 +12,6 @@ from converters.parts import FULL, SLIDING
 from transformer_std.config import Layer, TransformerConfig
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
-ATTENTION = ("eager",)  # transformers has no sdpa of it
 SECOND, POST = "pre_feedforward_layernorm", ("post_attention_layernorm", "post_feedforward_layernorm")
 WEIGHTS = parts.weights(parts.post_norms(*POST), second=SECOND)
 VALUES = parts.values({**parts.sandwich(*POST), "token_embeddings": parts.UNSCALED}, second=SECOND)

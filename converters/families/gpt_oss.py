@@ -17,7 +17,6 @@ from converters.rules import Copy
 from transformer_std.config import Clamp, Layer, TopKSoftmax, TransformerConfig
 
 ARCHITECTURES = ("GptOssForCausalLM",)
-ATTENTION = ("eager",)
 EXPERTS = "mlp.experts."
 WEIGHTS = parts.weights(
     parts.both(THEIRS + "mlp.router", OURS + "mlp.router"),
@@ -33,10 +32,7 @@ VALUES = parts.values(
     {OURS + "mlp.router_logits": Between(THEIRS + "mlp.router", "linear", "output", view=tokens_apart)}
 )
 GATING = Gating(evens, odds, "mul", call=2)
-TINY = {
-    **parts.TINY, "head_dim": 24, "num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 6,
-    "swiglu_limit": 0.5,
-}  # fmt: skip
+TINY = {**parts.TINY, "head_dim": 24, "num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 6}
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

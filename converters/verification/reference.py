@@ -85,6 +85,15 @@ class Run:
         return self.views[name](found)
 
 
+def attention_there_is(config: TransformerConfig, wanted: str) -> str:
+    """`wanted`, or "eager" where we compute openly always, or the transformers at hand has no sdpa of the family."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    assert config.origin is not None
+    theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config.origin.family]]
+    return wanted if theirs._supports_sdpa and not config.attention.open_always else "eager"
+
+
 class Reference:
     """transformers' model as a source of standard values.
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from converters.checkpoint import Checkpoint, CheckpointError, LiveTensors, read_json
 from converters.exporting import export
-from converters.families import attention_of, module_of
+from converters.families import module_of
 from converters.fill import fill, own_rules, same, unlike
 from converters.hf_config import DTYPES, MOST_OF_ANYTHING, is_whole
 from converters.rules import Rule
 from converters.sources import as_dtype, open_source
-from converters.verification.reference import Reference, Run
+from converters.verification.reference import Reference, Run, attention_there_is
 from transformer_std import saving
 from transformer_std.config import Mixture, TransformerConfig
 from transformer_std.model import HookedTransformer
@@ -130,7 +130,8 @@ def verify(
         if dtype == torch.float64 and any(isinstance(layer.mlp, Mixture) for layer in config.attending):
             raise CheckpointError("transformers' experts have no float64: verify a mixture in float32")
         family = module_of(config)
-        theirs = _load_theirs(folder, dtype or "auto", attention_of(family, attn_implementation))
+        theirs = _load_theirs(folder, config, dtype or "auto", attn_implementation)
+        attn_implementation = theirs.config._attn_implementation
         tokenizer = folder if (folder / "tokenizer_config.json").exists() else None
         with torch.device("meta"):
             model = HookedTransformer(config, attn_implementation=attn_implementation, tokenizer=tokenizer)
@@ -181,11 +182,12 @@ def _exported(model: HookedTransformer) -> Iterator[Path]:
         yield Path(folder) / "exported"
 
 
-def _load_theirs(folder: Path, dtype: torch.dtype | str, attn_implementation: str) -> Any:
+def _load_theirs(folder: Path, config: TransformerConfig, dtype: torch.dtype | str, attn_implementation: str) -> Any:
     transformers = transformers_for("the comparison")
     try:
+        attn = attention_there_is(config, attn_implementation)
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
+            folder, dtype=dtype, attn_implementation=attn, trust_remote_code=False
         ).eval()
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error

@@ -70,7 +70,7 @@ class SoftmaxAttention(Host):
     def __init__(self, cfg: config.Attention, hidden_size: int, eager: bool):
         super().__init__()
         self.cfg, self.hidden_size = cfg, hidden_size
-        self.openly = eager or cfg.openly or cfg.softcap is not None or cfg.sinks
+        self.openly = eager or cfg.open_always
         scale = cfg.qk_head_dim**-0.5 if cfg.scale is None else cfg.scale
         self.query_scale = scale if cfg.scaled_queries else 1.0
         self.scale = 1.0 if cfg.scaled_queries else scale
