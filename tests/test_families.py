@@ -18,9 +18,9 @@ from tests.oracle import both, check_parameter_gradients
 from tests.tiny import (
     BASES,
     DTYPES,
+    FAMILIES,
     LENGTH,
     NAMED,
-    RECIPES,
     STRUCTURES,
     VOCAB,
     Folders,
@@ -32,6 +32,7 @@ from tests.tiny import (
     shake,
 )
 from transformer_std import HookedTransformer
+from transformer_std.components.latent import LatentAttention
 from transformer_std.layouts import axes, is_integer
 
 # What transformers computes nowhere: derived, or the call's own input. Their own tests are below.
@@ -121,12 +122,17 @@ def one_of_each(model: HookedTransformer) -> list[str]:
     return [name for name, point in model.names.points.items() if point.layer in (None, *kinds.values())]
 
 
-# In place under autograd on every recipe; assigned without it, on one of each structure; all four ways on the bases.
+# In place under autograd on each family and each structure; assigned without it on each structure; all four ways on
+# the bases.
 WAYS = [
     pytest.param(recipe, write, grad, id=f"{recipe.id}-{write.__name__}-{grad}")
-    for recipe in RECIPES
-    for write, grad in [(edit_in_place, True), (edit, False), (edit, True), (edit_in_place, False)]
-    if (write, grad) == (edit_in_place, True) or recipe in (STRUCTURES if (write, grad) == (edit, False) else BASES)
+    for write, grad, recipes in [
+        (edit_in_place, True, dict.fromkeys([*FAMILIES, *STRUCTURES])),
+        (edit, False, STRUCTURES),
+        (edit, True, BASES),
+        (edit_in_place, False, BASES),
+    ]
+    for recipe in recipes
 ]
 
 
@@ -302,6 +308,7 @@ def test_a_padded_row_computes_what_it_computes_alone(structure: Recipe, attn: s
     torch.testing.assert_close(padded[1], model(tokens[1:])[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_is_nan(structure: Recipe, attn: str, dtype: torch.dtype, checkpoints: Folders) -> None:
@@ -362,7 +369,10 @@ def test_start_and_stop(structure: Recipe, checkpoints: Folders) -> None:
 def scale_queries(model: HookedTransformer, factor: float) -> None:
     """By their norm where there is one, else by their projection."""
     for block in model.layers:
-        attention, rows = block.self_attn, model.num_heads * model.head_dim
+        attention, rows = block.self_attn, model.num_heads * model.qk_head_dim
+        if isinstance(attention, LatentAttention):
+            attention.q.up.weight *= factor
+            continue
         scales = attention.q_norm or next(each for each in attention.projections.children())
         for parameter in scales.parameters():
             queries = parameter if attention.q_norm else parameter[:rows]
