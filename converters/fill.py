@@ -105,7 +105,7 @@ class Turned:
 
     def shape(self, name: str) -> list[int]:
         shape = self._tensors.shape(name)
-        return [*shape[:-2], shape[-1], shape[-2]] if name in self._turned else shape
+        return [*shape[:-2], *shape[:-3:-1]] if name in self._turned else shape
 
     def tensor(self, name: str) -> Tensor:
         tensor = self._tensors.tensor(name)

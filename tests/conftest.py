@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import BASES, MASK, NAMED, RECIPES, STRUCTURES, Folders, Recipe, build, prompt
+from tests.tiny import BASES, FAMILIES, MASK, NAMED, RECIPES, STRUCTURES, Folders, Recipe, build, prompt
 from transformer_std import HookedTransformer
 
 transformers.logging.set_verbosity_error()
@@ -61,9 +61,15 @@ def structure(request: pytest.FixtureRequest) -> Recipe:
     return request.param
 
 
+@pytest.fixture(params=FAMILIES, ids=lambda recipe: recipe.id)
+def family(request: pytest.FixtureRequest) -> Recipe:
+    """One recipe of each family: for what its tables and its reading of a config decide."""
+    return request.param
+
+
 @pytest.fixture(params=BASES, ids=lambda recipe: recipe.id)
 def base(request: pytest.FixtureRequest) -> Recipe:
-    """One recipe of each family: for what a family decides."""
+    """One recipe of each family whose machinery differs: for what the blocks decide."""
     return request.param
 
 
@@ -84,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """`quick` are the files named above and the tests marked so; of those that go through recipes, one recipe."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if any(params.get(each, QUICK) != QUICK for each in ("recipe", "structure", "base")):
+        if any(params.get(each, QUICK) != QUICK for each in ("recipe", "structure", "family", "base")):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "quick"]
         elif item.path.name in QUICK_FILES:
             item.add_marker(pytest.mark.quick)

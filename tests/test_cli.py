@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import converters
 from converters import cli
 from converters.tiny import make_tokenizer
+from converters.verification.reference import attention_there_is
 from tests.tiny import BASES, Folders, Recipe
 from transformer_std.components import rotary
 
@@ -53,7 +54,8 @@ def test_verify(base: Recipe, attn: str, run: Callable[..., tuple[int, str]], ch
     folder = checkpoints(base)
     status, output = run("verify", folder, "--attn-implementation", attn, "--dtype", "bfloat16")
     assert status == 0, output
-    assert f"verify {folder} bfloat16 {attn}: bit-equal" in output
+    compared = attention_there_is(converters.read_config(folder), attn)
+    assert f"verify {folder} bfloat16 {compared}: bit-equal" in output
 
 
 def test_verify_names_the_first_value_that_departs(

@@ -74,14 +74,15 @@ def test_a_fine_tune(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None
         assert torch.equal(model(tokens), load_reference(tmp_path, attn="sdpa")(tokens).logits)
 
 
-def test_what_is_recomputed_may_be_in_the_file(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
-    folder = own_copy(base)
-    needless = [rule.theirs for rule in family_of(base).WEIGHTS if isinstance(rule, Ignore)]
+def test_what_is_recomputed_may_be_in_the_file(family: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(family)
+    needless = [rule.theirs for rule in family_of(family).WEIGHTS if isinstance(rule, Ignore)]
     names = {name.format(i=i) for name in needless for i in range(3)}
     write_tensors(folder, {**tensors_of(folder), **{name: torch.ones(8) for name in names}})
-    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(base))
+    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(family))
     rename(folder, lambda name: f"{name}.again" if name in names else name)
-    refused(folder, rf"left over: {re.escape(min(names))}.again \[8\]")
+    if names:
+        refused(folder, rf"left over: {re.escape(min(names))}.again \[8\]")
 
 
 @pytest.mark.parametrize("recipe_id", [*(recipe.id for recipe in BASES), *TIED_IDS])
@@ -101,11 +102,11 @@ def test_a_model_whose_blocks_were_compiled(own_copy: Folders, checkpoints: Fold
     refused(folder, r"twice: (_orig_mod.)?lm_head.bias and (_orig_mod.)?lm_head.bias are both lm_head.bias")
 
 
-def test_without_the_prefix(base: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
-    folder = own_copy(base)
-    prefix, _, embedding = released(base, "embed_tokens.weight").partition(".")
+def test_without_the_prefix(family: Recipe, own_copy: Folders, checkpoints: Folders) -> None:
+    folder = own_copy(family)
+    prefix, _, embedding = released(family, "embed_tokens.weight").partition(".")
     rename(folder, lambda name: name.removeprefix(f"{prefix}."))
-    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(base))
+    same_weights(HookedTransformer.from_pretrained(folder), checkpoints(family))
     whole = tensors_of(folder)
     write_tensors(folder, {**whole, f"{prefix}.{embedding}": whole[embedding] + 1})
     refused(folder, rf"twice: ({prefix}.)?{embedding} and ({prefix}.)?{embedding} are both embed_tokens.weight")

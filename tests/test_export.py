@@ -67,8 +67,8 @@ def test_round_trip(structure: Recipe, dtype: torch.dtype, checkpoints: Folders,
     assert torch.equal(again(prompt()), exported(prompt()).logits)
 
 
-def test_the_release_keeps_its_spelling(base: Recipe, own_copy: Folders, tmp_path: Path) -> None:
-    folder = own_copy(base)
+def test_the_release_keeps_its_spelling(family: Recipe, own_copy: Folders, tmp_path: Path) -> None:
+    folder = own_copy(family)
     as_released(folder)
     released = {**config_of(folder), "auto_map": {"AutoConfig": "configuration_x.X"}}
     (folder / "config.json").write_text(json.dumps(released))
@@ -99,13 +99,13 @@ def test_the_first_names_of_longrope_become_the_one_that_transformers_reads(
 
 
 @torch.no_grad()
-def test_by_way_of_our_format_and_of_a_live_model(base: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
-    theirs = load_reference(checkpoints(base), attn="sdpa")
-    HookedTransformer.from_pretrained(checkpoints(base)).save_pretrained(tmp_path / "own")
+def test_by_way_of_our_format_and_of_a_live_model(family: Recipe, checkpoints: Folders, tmp_path: Path) -> None:
+    theirs = load_reference(checkpoints(family), attn="sdpa")
+    HookedTransformer.from_pretrained(checkpoints(family)).save_pretrained(tmp_path / "own")
     for name, source in (("from_own", tmp_path / "own"), ("from_live", theirs)):
         converters.export(HookedTransformer.from_pretrained(source), tmp_path / name)
         equal_tensors(
-            load_file(tmp_path / name / "model.safetensors"), load_file(checkpoints(base) / "model.safetensors")
+            load_file(tmp_path / name / "model.safetensors"), load_file(checkpoints(family) / "model.safetensors")
         )
         equal_tensors(load_reference(tmp_path / name).state_dict(), theirs.state_dict())
 

@@ -44,6 +44,7 @@ OPEN = ("attention_scores", "attention_probabilities")
 
 
 @pytest.mark.quick
+@pytest.mark.unchecked
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
 def test_logits_are_transformers(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders) -> None:
@@ -88,6 +89,7 @@ def test_loss_is_transformers(structure: Recipe, checkpoints: Folders) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.unchecked
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
 def test_every_value_is_transformers(recipe: Recipe, attn: str, checkpoints: Folders) -> None:

@@ -45,11 +45,17 @@ def test_a_field_that_came_later_takes_its_default() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("base", BASES, ids=lambda recipe: recipe.id)
-def test_a_config_survives_with_and_without_tags(base: Recipe) -> None:
-    config = converters.read_config(hf_config(base).to_dict())
+def test_a_config_survives(family: Recipe) -> None:
+    config = converters.read_config(hf_config(family).to_dict())
     assert TransformerConfig.from_dict(config.to_dict()) == config
-    assert TransformerConfig.from_dict(dataclasses.asdict(config)) == config  # as format 1 had it
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("base", BASES[:5], ids=lambda recipe: recipe.id)
+def test_a_config_survives_without_tags(base: Recipe) -> None:
+    """As format 1 had those of the families that there were."""
+    config = converters.read_config(hf_config(base).to_dict())
+    assert TransformerConfig.from_dict(dataclasses.asdict(config)) == config
 
 
 @pytest.mark.quick

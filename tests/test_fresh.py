@@ -13,18 +13,18 @@ import transformers
 from torch import nn
 
 import converters
-from tests.tiny import BASES, NAMED, VOCAB, Folders, Recipe, hf_config
+from tests.tiny import FAMILIES, NAMED, VOCAB, Folders, Recipe, hf_config, spelled
 from transformer_std import HookedTransformer
 from transformer_std.config import TransformerConfig
 
 
 @pytest.fixture(
-    params=[(base, tied) for base in BASES for tied in (False, True)], ids=lambda each: f"{each[0].id}-{each[1]}"
+    params=[(base, tied) for base in FAMILIES for tied in (False, True)], ids=lambda each: f"{each[0].id}-{each[1]}"
 )
 def released(request: pytest.FixtureRequest) -> Any:
     """transformers' config of a family, its head tied or not, with a spread that no default has."""
     base, tied = request.param
-    settings = {**base.settings, "tie_word_embeddings": tied, "initializer_range": 0.05}
+    settings = {**base.settings, "tie_word_embeddings": tied, spelled(base, "initializer_range"): 0.05}
     return hf_config(Recipe(base.family, base.name, settings))
 
 

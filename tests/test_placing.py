@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import converters
-from tests.tiny import BASES, Folders, Recipe, prompt
+from tests.tiny import BASES, NAMED, Folders, Recipe, prompt
 from transformer_std import HookedTransformer
 
 
@@ -129,6 +129,7 @@ def test_one_graph_and_hooks_added_later(checkpoints: Folders) -> None:
     """torch.compile takes the whole forward as one graph; a hook added afterwards is honoured, and so is its end. In a
     process of its own, since the tests' type checks are nothing to compile."""
     root = Path(__file__).parent.parent
-    command = [sys.executable, "-c", COMPILED, *(str(checkpoints(base)) for base in BASES)]
+    compiled = [*(base for base in BASES if base.family != "afmoe"), NAMED["afmoe-base"]]
+    command = [sys.executable, "-c", COMPILED, *(str(checkpoints(base)) for base in compiled)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -73,6 +73,13 @@ class Linear(Direct, nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class DrawnLinear(Linear):
+    """A linear map whose bias starts as noise, as its matrix does."""
+
+    def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
+        self.get_parameter(name).normal_(0.0, std, generator=generator)
+
+
 class WideLinear(Linear):
     """A matrix that is float32, and multiplies in it, whatever dtype the model has."""
 

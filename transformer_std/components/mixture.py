@@ -26,11 +26,15 @@ from transformer_std.layouts import (
     SharedGate,
     SlotNeurons,
 )
-from transformer_std.modules import Linear, WideLinear, ZeroedLinear
+from transformer_std.modules import DrawnLinear, Linear, WideLinear, ZeroedLinear
 from transformer_std.weights import own_weight
 
 # Of routers that have one of their own. One starts from ties, which its selection bias breaks.
-MATRICES: dict[type, type[Linear]] = {config.SigmoidTopK: ZeroedLinear, config.GroupedSigmoid: WideLinear}
+MATRICES: dict[type, type[Linear]] = {
+    config.SigmoidTopK: ZeroedLinear,
+    config.GroupedSigmoid: WideLinear,
+    config.TopKSoftmax: DrawnLinear,
+}
 
 
 def shared_experts(cfg: config.Mlp | None, hidden_size: int) -> SharedExpert | Missing:
