@@ -1,4 +1,4 @@
-.PHONY: check test quick docs bench
+.PHONY: check test quick docs bench real
 
 check:
 	ruff check
@@ -16,3 +16,9 @@ docs:
 
 bench:
 	python -m benchmarks
+
+real:
+	python -m venv .real
+	.real/bin/pip install -e '.[big]' 'gguf>=0.17'
+	.real/bin/pip install --no-deps -r real/requirements.txt
+	.real/bin/python -m real
