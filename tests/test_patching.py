@@ -119,7 +119,7 @@ def test_a_metric_that_is_a_view_holds_no_logits(model: HookedTransformer) -> No
         return logits[0, -1, 3]
 
     model.activation_patching(corrupted(), cache, "layer_output", view, batch_size=4, progress=False)
-    assert len(kept) == model.num_layers * LENGTH
+    assert len(kept) == 2 + model.num_layers * LENGTH  # and of the plain run, all positions and the last
 
 
 @torch.no_grad()

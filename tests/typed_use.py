@@ -6,7 +6,7 @@ from typing import Any, assert_type
 
 from torch import Tensor
 
-from transformer_std import ActivationCache, HookedTransformer
+from transformer_std import ActivationCache, HookedTransformer, Sweep
 from transformer_std.components.attention import Attention
 from transformer_std.components.latent import LatentAttention
 from transformer_std.hooks.hook_point import HookPoint
@@ -49,4 +49,4 @@ def parts(model: HookedTransformer) -> None:
 
 def analyses(model: HookedTransformer, tokens: Tensor) -> None:
     found = model.activation_patching(tokens, tokens, "layer_input", lambda logits: logits[0, -1, 3] - logits[0, -1, 4])
-    assert_type(found, Tensor)
+    assert_type(found, Sweep)

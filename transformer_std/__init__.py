@@ -1,6 +1,7 @@
 """A native, hooked transformer library for people who open language models up."""
 
 from transformer_std.analysis.decomposition import ActivationCache
+from transformer_std.analysis.labels import Sweep
 from transformer_std.config import TransformerConfig
 from transformer_std.generation import Generated
 from transformer_std.hooks.hook_point import HookPoint
@@ -19,6 +20,7 @@ __all__ = [
     "HookedTransformer",
     "KVCache",
     "PaddedTokens",
+    "Sweep",
     "TransformerConfig",
     "Unavailable",
     "UnknownName",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_std import generation, saving
-from transformer_std.analysis import decomposition, interventions, patching, readout
+from transformer_std.analysis import attribution, decomposition, heads, interventions, patching, readout
 from transformer_std.hooking import Hooked
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class HookedTransformer(Hooked):
 
     generate = generation.generate
     stream = generation.stream
-    activation_patching = patching.activation_patching
+    activation_patching, ablate = patching.activation_patching, patching.ablate
+    attribution_patching, head_scores = attribution.attribution_patching, heads.head_scores
     skip_layers, steer = interventions.skip_layers, interventions.steer
     ablate_expert, reroute = interventions.ablate_expert, interventions.reroute
     get_topk_closest_tokens, probs_to_dict = readout.get_topk_closest_tokens, readout.probs_to_dict
