@@ -171,10 +171,15 @@ def test_only_the_logits_that_are_read_are_made(mixture: HookedTransformer) -> N
     assert set(seen[2:]) == {1}
     everything = mixture.activation_patching(corrupted(), cache, "layer_output", watching(score), positions="all")
     torch.testing.assert_close(last.values, everything.values, rtol=1e-4, atol=1e-4)
-    for metric in (lambda logits: logits[0, 3, 5], lambda logits: logits[0, :, 5].sum()):
+
+    def wants_all(logits: Tensor) -> Tensor:
+        assert logits.shape[1] == LENGTH
+        return logits[0, -1, 3]
+
+    for metric in (wants_all, lambda logits: logits[0, 3, 5], lambda logits: logits[0, :, 5].sum()):
         seen.clear()
         mixture.activation_patching(corrupted(), cache, "layer_output", watching(metric))
-        assert set(seen[2:]) == {LENGTH}
+        assert set(seen[2:]) == {LENGTH}  # behind the plain run's, all and the last
     with pytest.raises(ValueError, match="positions is 'first'; give 'all', 'last'"):
         mixture.activation_patching(corrupted(), cache, "layer_output", score, positions="first")
     padded = mixture.activation_patching(
