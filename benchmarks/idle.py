@@ -27,7 +27,8 @@ QUESTIONS = {"watched", "writes"}
 
 
 class Bare(ast.NodeTransformer):
-    """`self.value(x)` and `route.show(host.value, x)` become `x`; `self.value.watched` becomes False."""
+    """`self.value(x)` and `route.show(host.value, x)` become `x`, `normed(norm, x, self.value)` becomes `norm(x)`;
+    `self.value.watched` becomes False."""
 
     def __init__(self, values: set[str]):
         self.values = values
@@ -38,6 +39,8 @@ class Bare(ast.NodeTransformer):
             return node.args[0]
         if isinstance(node.func, ast.Attribute) and node.func.attr == "show":
             return node.args[1]
+        if isinstance(node.func, ast.Name) and node.func.id == "normed":
+            return ast.Call(node.args[0], [node.args[1]], [])
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:

@@ -70,13 +70,13 @@ class CachedValues(Mapping[str, Any]):
         self,
         points: Sequence[HookPoint],
         *,
-        gradients: bool = False,
+        gradients: Sequence[HookPoint] = (),
         device: torch.device | str | None = None,
         keep_graph: bool = False,
         kv_cache: KVCache | None = None,
     ) -> Iterator[None]:
-        """The next run in a `with` keeps here what passes its `points`; of the backward of what it gives the gradients,
-        too. What `kv_cache` the run goes on from tells its new positions."""
+        """The next run in a `with` keeps here what passes its `points`, and what passes its `gradients` in the backward
+        of what it gives. What `kv_cache` the run goes on from tells its new positions."""
         values, weak, gone = self._values, weakref.ref(self), "batch" in self._gone
         as_it_is = device is None and not gone
         steps, before = kv_cache is not None, 0 if kv_cache is None else len(kv_cache)
@@ -101,7 +101,8 @@ class CachedValues(Mapping[str, Any]):
         try:
             for point in points:
                 reader.attach(point)
-                if gradients and not is_integer(point.layout):
+            for point in gradients:
+                if not is_integer(point.layout):
                     backward.attach(point)
             with for_one_run(scope):
                 yield

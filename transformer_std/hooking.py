@@ -207,8 +207,9 @@ class Hooked(Transformer):
         Args:
             names_filter: a full name, a value name (every layer that has it), a `(value, layer)` pair, a glob, a list
                 of these, or a function of the full name; None for all.
-            incl_bwd: keep gradients too, as `name_grad`. With `return_type="loss"` the backward is run here; else the
-                entries appear when `backward()` is called on something made of the output.
+            incl_bwd: keep gradients too, as `name_grad`; where all values are kept, not of the derived ones, which
+                the forward goes on without. With `return_type="loss"` the backward is run here; else the entries
+                appear when `backward()` is called on something made of the output.
             device: where the cached tensors go; the model stays.
             remove_batch_dim: for a batch of one, values without the batch axis.
             keep_graph: cached tensors stay in the autograd graph; else they are detached.
@@ -222,7 +223,8 @@ class Hooked(Transformer):
         self._check_reached(names_filter, forward)
         cache = ActivationCache({}, self.names, self, gone=frozenset({"batch"} if remove_batch_dim else ()))
         kv_cache = forward.get("kv_cache")
-        with cache.recording(points, gradients=incl_bwd, device=device, keep_graph=keep_graph, kv_cache=kv_cache):
+        graded = [each for each in points if incl_bwd and not (names_filter is None and each.derived)]
+        with cache.recording(points, gradients=graded, device=device, keep_graph=keep_graph, kv_cache=kv_cache):
             output = self(input, **forward)
         if incl_bwd:
             self._check_graph(output)

@@ -27,13 +27,15 @@ SharedKeys = Float[Tensor, "batch seq rotary_dims"]
 Sinks = Float[Tensor, "batch num_heads query 1"]
 HeadOutputs = Float[Tensor, "batch seq num_heads head_dim"]
 HeadResults = Float[Tensor, "batch seq num_heads hidden_size"]
+KvHeadInputs = Float[Tensor, "batch seq num_kv_heads hidden_size"]
 Neurons = Float[Tensor, "batch seq intermediate_size"]
 SlotNeurons = Float[Tensor, "batch seq top_k intermediate_size"]
 RouterLogits = Float[Tensor, "batch seq num_experts"]
 ExpertWeights = Float[Tensor, "batch seq top_k"]
 ExpertIndices = Int[Tensor, "batch seq top_k"]
 ExpertOutputs = Float[Tensor, "batch seq top_k hidden_size"]
-SharedGate = Float[Tensor, "batch seq 1"]
+PerToken = Float[Tensor, "batch seq 1"]
+SharedGate = PerToken  # its name in the caches of earlier versions
 Size = tuple[int, int]
 
 

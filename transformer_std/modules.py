@@ -105,10 +105,31 @@ class ZeroedLinear(Linear):
 
 
 class Norm(Direct):
-    """A norm that starts as one without weight and bias."""
+    """A norm that starts as one without weight and bias.
+
+    Seen as arithmetic it is `divided(x, scale(x))`: what it centres, over its scale, times its gain.
+    """
+
+    eps: float
 
     def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
         self.get_parameter(name).fill_(0.0 if name == "bias" else 1.0)
+
+    def centred(self, x: Tensor) -> Tensor:
+        """What is divided by the scale."""
+        return x
+
+    def scale(self, x: Tensor) -> Tensor:
+        """What the norm divides `x` by, [... 1], in float32 or wider: the root of the mean square and eps."""
+        return (self.centred(widened(x)).pow(2).mean(-1, keepdim=True) + self.eps).sqrt()
+
+    def divided(self, x: Tensor, scale: Tensor) -> Tensor:
+        """The norm of `x` with another `scale`."""
+        raise NotImplementedError
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class LayerNorm(Norm, nn.LayerNorm):
@@ -121,8 +142,14 @@ class LayerNorm(Norm, nn.LayerNorm):
 
     def frozen(self, parts: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
         """The linear map that the norm is on `whole`, without its bias, of parts that sum to it; in float32."""
-        parts, whole = parts - parts.mean(-1, keepdim=True), whole - whole.mean(-1, keepdim=True)
-        return parts * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps) * weight.to(parts)
+        return self.centred(parts) / self.scale(whole) * weight.to(parts)
+
+    def centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    def divided(self, x: Tensor, scale: Tensor) -> Tensor:
+        normed = self.centred(widened(x)) / scale * widened(self.weight)
+        return (normed if self.bias is None else normed + widened(self.bias)).to(x.dtype)
 
 
 class Embedding(Direct, nn.Embedding):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from transformer_std.components.blocks import BLOCKS
 from transformer_std.components.kernels import capped
-from transformer_std.components.norms import build_norm
+from transformer_std.components.norms import build_norm, normed
 from transformer_std.components.positions import documents, real_positions
 from transformer_std.components.sharing import Pass
 from transformer_std.components.tracing import can_look, kept
@@ -25,7 +25,7 @@ from transformer_std.hooks.names import Names
 from transformer_std.hooks.runs import IDLE, RUN
 from transformer_std.inputs import Input, check_call, checked_positions, checked_stream, fitting_mask, layer_span
 from transformer_std.kv_cache import KVCache
-from transformer_std.layouts import Logits, NextTokenProbs, Residual, Size, Tokens
+from transformer_std.layouts import Logits, NextTokenProbs, PerToken, Residual, Size, Tokens
 from transformer_std.loss import next_token_loss, real_transitions
 from transformer_std.modules import Direct, Embedding, Linear
 from transformer_std.printing import printout
@@ -51,6 +51,7 @@ class Transformer(Text, Host):
     input_size = HookPoint(Size, "(batch, seq) of the call; read-only", write="input_ids")
     token_embeddings = HookPoint(Residual, "The embedding's output, before any multiplier")
     position_embeddings = HookPoint(Residual, "The learned embedding of each position, added to the token's")
+    final_norm_scale = HookPoint(PerToken, "What the final norm divides by", derived=True)
     final_norm_output = HookPoint(Residual, "The residual stream after the final norm, what the head reads")
     lm_head_output = HookPoint(Logits, "The head's output, before any cap")
     logits = HookPoint(Logits, "The logits the model returns")
@@ -289,15 +290,15 @@ class Transformer(Text, Host):
     ) -> Float[Tensor, "batch read vocab_size"] | None:
         """The logits; where nobody needs them, only what is watched behind the blocks."""
         head = needed or any(point.watched for point in (self.lm_head_output, self.logits, self.next_token_probs))
-        if not (head or self.final_norm_output.watched):
+        if not (head or self.final_norm_scale.watched or self.final_norm_output.watched):
             return None
-        normed = self.final_norm_output(self.norm(stream))
+        final = self.final_norm_output(normed(self.norm, stream, self.final_norm_scale))
         if not head:
             return None
-        read = normed[:, -1:] if last_only else normed
-        if last_only and padding is not None and normed.shape[1] > 1:
+        read = final[:, -1:] if last_only else final
+        if last_only and padding is not None and final.shape[1] > 1:
             # Laid out as the slice: what a head rounds to depends on its input's strides.
-            read = laid_out_as(last_positions(normed, padding), read)
+            read = laid_out_as(last_positions(final, padding), read)
         logits = self.logits(capped(self.lm_head_output(self.lm_head(read)), self.config.logit_softcap))
         if self.next_token_probs.watched:
             last = last_positions(logits, None if last_only else padding)

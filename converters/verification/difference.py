@@ -29,7 +29,6 @@ from transformer_std.analysis.decomposition import ActivationCache
 from transformer_std.model import HookedTransformer
 
 GIVEN = {"input_ids", "attention_mask", "input_size"}  # the same on both sides
-DERIVED = {"attention_result"}  # large, and says no more than what it is made of
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,9 @@ def _run(model: HookedTransformer, tokens: Tensor) -> ActivationCache:
     names = [
         name
         for name, point in model.names.points.items()
-        if point.value not in GIVEN | DERIVED and (model.attn_implementation == "eager" or point.value not in OPEN_ONLY)
+        if point.value not in GIVEN
+        and not point.derived  # large, and says no more than what it is made of
+        and (model.attn_implementation == "eager" or point.value not in OPEN_ONLY)
     ]
     return model.run_with_cache(tokens, names_filter=names)[1]
 

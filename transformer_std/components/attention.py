@@ -25,10 +25,12 @@ from transformer_std.components.kernels import (
     softmax_beside,
     wide_scores,
 )
-from transformer_std.components.norms import AnyNorm, norm_or_none
+from transformer_std.components.norms import AnyNorm, norm_or_none, normed
 from transformer_std.components.projections import (
     PROJECTIONS,
+    Heads,
     OfHeads,
+    changed_projection,
     merge_heads,
     side_by_side,
     split_heads,
@@ -37,12 +39,23 @@ from transformer_std.components.rotary import Angles, turn_both
 from transformer_std.components.states import LayerKV
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host
-from transformer_std.layouts import HeadOutputs, HeadResults, Keys, Pattern, Queries, Residual, Sinks, Values
+from transformer_std.layouts import (
+    HeadOutputs,
+    HeadResults,
+    Keys,
+    KvHeadInputs,
+    Pattern,
+    PerToken,
+    Queries,
+    Residual,
+    Sinks,
+    Values,
+)
 from transformer_std.modules import Linear
 from transformer_std.weights import UnreadableWeight, linear_map
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     raise UnreadableWeight(message)
 
 
@@ -52,6 +65,15 @@ class SoftmaxAttention(Host):
 
     host = "self_attn"
 
+    attention_query_inputs = HookPoint(
+        HeadResults, "What the queries are projections of, a copy for each head", derived=True
+    )
+    attention_key_inputs = HookPoint(
+        KvHeadInputs, "What the keys are projections of, a copy for each key/value head", derived=True
+    )
+    attention_value_inputs = HookPoint(
+        KvHeadInputs, "What the values are projections of, a copy for each key/value head", derived=True
+    )
     attention_queries_before_rotary = HookPoint(Queries, "The queries after any q norm, before the rotary")
     attention_keys_before_rotary = HookPoint(Keys, "The keys after any k norm, before the rotary")
     attention_queries = HookPoint(Queries, "The queries entering attention")
@@ -63,8 +85,11 @@ class SoftmaxAttention(Host):
     attention_head_outputs = HookPoint(HeadOutputs, "Each head's mixed values")
     attention_gate = HookPoint(HeadOutputs, "The output gate of every head, before its sigmoid")
     attention_premix = HookPoint(HeadOutputs, "Every head's output side by side, as the output projection takes it")
-    attention_result = HookPoint(HeadResults, "Each head's own contribution through the output projection, no bias")
+    attention_result = HookPoint(
+        HeadResults, "Each head's own contribution through the output projection, no bias", derived=True
+    )
     attention_unnormed_output = HookPoint(Residual, "The output projection's output, entering the post-norm")
+    attention_post_norm_scale = HookPoint(PerToken, "What the norm after the attention divides by", derived=True)
     attention_output = HookPoint(Residual, "What the attention adds to the residual stream")
 
     def __init__(self, cfg: config.Attention, hidden_size: int, eager: bool):
@@ -85,7 +110,11 @@ class SoftmaxAttention(Host):
         if not cfg.output_gate:
             self.without("this attention has no output gate", "attention_gate")
         if not post_norm:
-            self.without("no norm follows this attention: read attention_output", "attention_unnormed_output")
+            self.without(
+                "no norm follows this attention: read attention_output",
+                "attention_unnormed_output",
+                "attention_post_norm_scale",
+            )
 
     def attend(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
         heads = self.mix(self.attention_queries(q), self.attention_keys(k), self.attention_values(v), mask)
@@ -94,7 +123,7 @@ class SoftmaxAttention(Host):
     def leave(self, heads: HeadOutputs) -> Residual:
         out = self.project(self.attention_premix(heads))
         if self.post_norm is not None:
-            out = self.post_norm(self.attention_unnormed_output(out))
+            out = normed(self.post_norm, self.attention_unnormed_output(out), self.attention_post_norm_scale)
         return self.attention_output(out)
 
     def mix(self, q: Queries, k: AllKeys, v: AllValues, mask: Mask) -> HeadOutputs:
@@ -124,7 +153,7 @@ class SoftmaxAttention(Host):
         try:
             weight, bias = self._output_map()
         except UnreadableWeight as error:  # no reason to stop a run whose cache has it among others
-            self.attention_result.beside(functools.partial(_refuse, str(error)))
+            self.attention_result.beside(functools.partial(refuse, str(error)))
             return out
         wait = self._results_are_larger(premix, weight)
         shown = self.attention_result.beside(head_results, premix, weight, wait=wait)
@@ -179,9 +208,9 @@ class Attention(SoftmaxAttention):
         self.build_output(post_norm)
 
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, cache: LayerKV | None = None) -> Residual:
-        q, k, v = self.projections(x)
+        q, k, v = self.projected(x)
         gate = None if self.gate is None else side_by_side(self.gate(x), self.cfg.head_dim)
-        q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
+        q, k = self.qk_normed(q, self.q_norm), self.qk_normed(k, self.k_norm)
         q, k = self.attention_queries_before_rotary(q), self.attention_keys_before_rotary(k)
         if angles is not None and self.cfg.rotary is not None:
             q, k = turn_both(q, k, angles, self.cfg.rotary)
@@ -194,7 +223,25 @@ class Attention(SoftmaxAttention):
             heads = heads * torch.sigmoid(self.attention_gate(gate))
         return self.leave(heads)
 
-    def normed(
+    def projected(self, x: Residual) -> Heads:
+        heads = self.projections(x)
+        if not (
+            self.attention_query_inputs.watched
+            or self.attention_key_inputs.watched
+            or self.attention_value_inputs.watched
+        ):
+            return heads
+        points = (self.attention_query_inputs, self.attention_key_inputs, self.attention_value_inputs)
+        try:
+            parts = self._parts()
+        except UnreadableWeight as error:  # no reason to stop a run whose cache has them among others
+            for point in points:
+                point.beside(functools.partial(refuse, str(error)))
+            return heads
+        q, k, v = (changed_projection(*each, x) for each in zip(heads, points, parts, strict=True))
+        return q, k, v
+
+    def qk_normed(
         self, x: Float[Tensor, "batch heads seq dim"], norm: AnyNorm | None
     ) -> Float[Tensor, "batch heads seq dim"]:
         if norm is None:

@@ -13,14 +13,14 @@ from transformer_std.components.kernels import Mask
 from transformer_std.components.latent import LatentAttention
 from transformer_std.components.mixture import Mixture
 from transformer_std.components.mlp import MLPS, Mlp
-from transformer_std.components.norms import AnyNorm, norm_or_none
+from transformer_std.components.norms import AnyNorm, norm_or_none, normed
 from transformer_std.components.rotary import Angles
 from transformer_std.components.sharing import Need, Sees, Turns
 from transformer_std.components.states import LayerKV, State
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host, Missing
 from transformer_std.hooks.runs import of_its_run
-from transformer_std.layouts import Residual
+from transformer_std.layouts import PerToken, Residual
 
 Readers = dict[str, tuple[str | None, str]]
 
@@ -84,9 +84,11 @@ class AttentionBlock(Block):
 class SequentialBlock(AttentionBlock):
     """h = x + attention(norm(x));  out = h + mlp(norm(h)), where a sandwich's sublayers end in a norm of their own."""
 
+    attention_norm_scale = HookPoint(PerToken, "What the norm before the attention divides by", derived=True)
     attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
     attention_input = HookPoint(Residual, "What the attention is called with")
     layer_mid = HookPoint(Residual, "The residual stream after the attention add")
+    mlp_norm_scale = HookPoint(PerToken, "What the norm before the MLP divides by", derived=True)
     mlp_norm_output = HookPoint(Residual, "The normed stream entering the MLP")
     mlp_input = HookPoint(Residual, "What the MLP is called with")
     layer_output = HookPoint(Residual, "The residual stream leaving the block")
@@ -98,10 +100,10 @@ class SequentialBlock(AttentionBlock):
     @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
         x = self.layer_input(x)
-        normed = self.attention_norm_output(self.attention_norm(x))
-        x = self.layer_mid(x + self.self_attn(self.attention_input(normed), angles, mask, state))
-        normed = self.mlp_norm_output(self.mlp_norm(x))
-        return self.layer_output(x + self.mlp(self.mlp_input(normed)))
+        h = self.attention_norm_output(normed(self.attention_norm, x, self.attention_norm_scale))
+        x = self.layer_mid(x + self.self_attn(self.attention_input(h), angles, mask, state))
+        h = self.mlp_norm_output(normed(self.mlp_norm, x, self.mlp_norm_scale))
+        return self.layer_output(x + self.mlp(self.mlp_input(h)))
 
 
 class PostNormedBlock(AttentionBlock):
@@ -128,6 +130,7 @@ class ParallelBlock(AttentionBlock):
 
     lacks = "the block is parallel: it adds both sublayers at once, and there is no stream between them"
 
+    attention_norm_scale = HookPoint(PerToken, "What the norm before the attention divides by", derived=True)
     attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
     attention_input = HookPoint(Residual, "What the attention is called with")
     mlp_norm_output = HookPoint(Residual, "The one norm's output, which both sublayers read")
@@ -139,12 +142,17 @@ class ParallelBlock(AttentionBlock):
         "mlp": ("attention_norm", "layer_input"),
     }
 
+    def __init__(self, cfg: config.Layer, hidden_size: int, eager: bool = False):
+        super().__init__(cfg, hidden_size, eager)
+        self.without("one norm is before both sublayers: read attention_norm_scale", "mlp_norm_scale")
+
     @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
         x = self.layer_input(x)
-        normed = self.mlp_norm_output(self.attention_norm_output(self.attention_norm(x)))
-        attention = self.self_attn(self.attention_input(normed), angles, mask, state)
-        return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
+        h = self.attention_norm_output(normed(self.attention_norm, x, self.attention_norm_scale))
+        h = self.mlp_norm_output(h)
+        attention = self.self_attn(self.attention_input(h), angles, mask, state)
+        return self.layer_output(attention + self.mlp(self.mlp_input(h)) + x)
 
 
 class TwoNormParallelBlock(AttentionBlock):
@@ -152,8 +160,10 @@ class TwoNormParallelBlock(AttentionBlock):
 
     lacks = ParallelBlock.lacks
 
+    attention_norm_scale = HookPoint(PerToken, "What the norm before the attention divides by", derived=True)
     attention_norm_output = HookPoint(Residual, "The normed stream entering the attention")
     attention_input = HookPoint(Residual, "What the attention is called with")
+    mlp_norm_scale = HookPoint(PerToken, "What the norm before the MLP divides by", derived=True)
     mlp_norm_output = HookPoint(Residual, "The normed stream entering the MLP")
     mlp_input = HookPoint(Residual, "What the MLP is called with")
     layer_output = HookPoint(Residual, "The residual stream leaving the block")
@@ -167,10 +177,10 @@ class TwoNormParallelBlock(AttentionBlock):
     @of_its_run
     def forward(self, x: Residual, angles: Angles | None, mask: Mask, state: LayerKV | None = None) -> Residual:
         x = self.layer_input(x)
-        normed = self.attention_norm_output(self.attention_norm(x))
-        attention = self.self_attn(self.attention_input(normed), angles, mask, state)
-        normed = self.mlp_norm_output(self.mlp_norm(x))
-        return self.layer_output(attention + self.mlp(self.mlp_input(normed)) + x)
+        h = self.attention_norm_output(normed(self.attention_norm, x, self.attention_norm_scale))
+        attention = self.self_attn(self.attention_input(h), angles, mask, state)
+        h = self.mlp_norm_output(normed(self.mlp_norm, x, self.mlp_norm_scale))
+        return self.layer_output(attention + self.mlp(self.mlp_input(h)) + x)
 
 
 if TYPE_CHECKING:

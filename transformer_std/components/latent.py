@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NoReturn
 
 import torch
@@ -10,14 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_std import config
-from transformer_std.components.attention import SoftmaxAttention
+from transformer_std.components.attention import SoftmaxAttention, refuse
 from transformer_std.components.kernels import Mask
 from transformer_std.components.norms import build_norm
-from transformer_std.components.projections import split_heads
+from transformer_std.components.projections import changed_projection, of_heads, split_heads
 from transformer_std.components.rotary import Angles, turn
 from transformer_std.components.states import LayerKV
 from transformer_std.hooks.hook_point import HookPoint
-from transformer_std.layouts import Latent, Residual, SharedKeys
+from transformer_std.layouts import Latent, Queries, Residual, SharedKeys
 from transformer_std.modules import Direct, Linear
 from transformer_std.weights import UnreadableWeight, linear_map, place
 
@@ -69,10 +70,17 @@ class LatentAttention(SoftmaxAttention):
         self.without(
             "only the part that all heads share turns: read attention_shared_keys", "attention_keys_before_rotary"
         )
+        self.without(
+            "keys and values are projections of the latent: read attention_latent",
+            "attention_key_inputs",
+            "attention_value_inputs",
+        )
+        if cfg.query_size is not None:
+            self.without("the queries are of a latent of their own: read attention_input", "attention_query_inputs")
 
     def forward(self, x: Residual, angles: Angles, mask: Mask, cache: LayerKV | None = None) -> Residual:
         cfg, dims = self.cfg, self.cfg.rotary.dims
-        q = self.attention_queries_before_rotary(split_heads(self.q(x), cfg.qk_head_dim))
+        q = self.attention_queries_before_rotary(self.queries(x))
         turned = turn(q.narrow(-1, cfg.plain_dims, dims), angles, cfg.rotary)
         q = torch.cat((q.narrow(-1, 0, cfg.plain_dims), turned), dim=-1)
         both = self.kv_down(x)
@@ -84,6 +92,17 @@ class LatentAttention(SoftmaxAttention):
         kv = split_heads(self.kv_up(latent[:, 0]), cfg.plain_dims + cfg.head_dim)
         k = beside(kv.narrow(-1, 0, cfg.plain_dims), shared.expand(-1, cfg.num_heads, -1, -1))
         return self.leave(self.attend(q, k, kv.narrow(-1, cfg.plain_dims, cfg.head_dim), mask))
+
+    def queries(self, x: Residual) -> Queries:
+        q = split_heads(self.q(x), self.cfg.qk_head_dim)
+        if not (self.has("attention_query_inputs") and self.attention_query_inputs.watched):
+            return q
+        try:
+            part = linear_map(self, "q", self.hidden_size)
+        except UnreadableWeight as error:
+            self.attention_query_inputs.beside(functools.partial(refuse, str(error)))
+            return q
+        return changed_projection(q, self.attention_query_inputs, of_heads(part, self.cfg.qk_head_dim), x)
 
     @property
     def latent_size(self) -> int:

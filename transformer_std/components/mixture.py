@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_std import config
 from transformer_std.components.experts import ClampedExperts, Experts
 from transformer_std.components.mlp import SharedExpert
-from transformer_std.components.norms import norm_or_none
+from transformer_std.components.norms import norm_or_none, normed
 from transformer_std.components.routers import ROUTERS, Choice
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host, Missing
@@ -21,9 +21,9 @@ from transformer_std.layouts import (
     ExpertIndices,
     ExpertOutputs,
     ExpertWeights,
+    PerToken,
     Residual,
     RouterLogits,
-    SharedGate,
     SlotNeurons,
 )
 from transformer_std.modules import DrawnLinear, Linear, WideLinear, ZeroedLinear
@@ -60,9 +60,10 @@ class Mixture(Host):
     mlp_neurons = HookPoint(SlotNeurons, "What the down projection receives, of each slot's expert")
     expert_outputs = HookPoint(ExpertOutputs, "Each routing slot's expert output times its weight")
     routed_output = HookPoint(Residual, "The routed experts' combined output")
-    shared_expert_gate = HookPoint(SharedGate, "The shared expert's gate, before its sigmoid")
+    shared_expert_gate = HookPoint(PerToken, "The shared expert's gate, before its sigmoid")
     shared_expert_output = HookPoint(Residual, "What the mixture adds of the shared expert, after any gate")
     mlp_unnormed_output = HookPoint(Residual, "The mixture's output, entering the post-norm")
+    mlp_post_norm_scale = HookPoint(PerToken, "What the norm after the mixture divides by", derived=True)
     mlp_output = HookPoint(Residual, "What the mixture adds to the residual stream")
 
     def __init__(self, cfg: config.Mixture, hidden_size: int, post_norm: config.Norm | None = None):
@@ -85,7 +86,7 @@ class Mixture(Host):
         elif not cfg.shared_gate:
             self.without("this mixture's shared expert has no gate", "shared_expert_gate")
         if not post_norm:
-            self.without("no norm follows this mixture: read mlp_output", "mlp_unnormed_output")
+            self.without("no norm follows this mixture: read mlp_output", "mlp_unnormed_output", "mlp_post_norm_scale")
 
     def forward(self, x: Residual) -> Residual:
         x = self.jittered(x)
@@ -103,7 +104,7 @@ class Mixture(Host):
         if shared is not None:
             out = out + self.shared(x, shared)
         if self.post_norm is not None:
-            out = self.post_norm(self.mlp_unnormed_output(out))
+            out = normed(self.post_norm, self.mlp_unnormed_output(out), self.mlp_post_norm_scale)
         return self.mlp_output(out)
 
     def select(self, logits: RouterLogits) -> Choice:

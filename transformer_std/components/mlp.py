@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_std import config
-from transformer_std.components.norms import norm_or_none
+from transformer_std.components.norms import norm_or_none, normed
 from transformer_std.components.reuse import free
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.hooks.hosts import Host
-from transformer_std.layouts import Neurons, Residual
+from transformer_std.layouts import Neurons, PerToken, Residual
 from transformer_std.modules import Linear
 from transformer_std.weights import linear_map
 
@@ -57,6 +57,7 @@ class Mlp(Host):
     mlp_activation = HookPoint(Neurons, "The activation function's output")
     mlp_neurons = HookPoint(Neurons, "What the down projection receives")
     mlp_unnormed_output = HookPoint(Residual, "The down projection's output, entering the post-norm")
+    mlp_post_norm_scale = HookPoint(PerToken, "What the norm after the MLP divides by", derived=True)
     mlp_output = HookPoint(Residual, "What the MLP adds to the residual stream")
 
     def __init__(self, cfg: config.Mlp, hidden_size: int, post_norm: config.Norm | None = None):
@@ -66,7 +67,7 @@ class Mlp(Host):
         self.down = Linear(cfg.intermediate_size, hidden_size, bias=cfg.bias)
         self.post_norm = norm_or_none(post_norm, hidden_size)
         if not post_norm:
-            self.without("no norm follows this MLP: read mlp_output", "mlp_unnormed_output")
+            self.without("no norm follows this MLP: read mlp_output", "mlp_unnormed_output", "mlp_post_norm_scale")
 
     @property
     def intermediate_size(self) -> int:
@@ -78,7 +79,7 @@ class Mlp(Host):
     def forward(self, x: Residual) -> Residual:
         out = self.down(self.mlp_neurons(self.neurons(x)))
         if self.post_norm is not None:
-            out = self.post_norm(self.mlp_unnormed_output(out))
+            out = normed(self.post_norm, self.mlp_unnormed_output(out), self.mlp_post_norm_scale)
         return self.mlp_output(out)
 
     def gated(self, gate: Neurons, up: Neurons) -> Neurons:

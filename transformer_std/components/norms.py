@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NoReturn
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_std import config
-from transformer_std.modules import LayerNorm, Norm
+from transformer_std.hooks.hook_point import HookPoint
+from transformer_std.modules import LayerNorm, Norm, widened
+from transformer_std.weights import UnreadableWeight, computes_as
 
 
 class RMSNorm(Norm):
@@ -32,7 +37,10 @@ class RMSNorm(Norm):
         self, parts: Float[Tensor, "*parts size"], whole: Float[Tensor, "*axes size"], weight: Float[Tensor, " size"]
     ) -> Float[Tensor, "*parts size"]:
         """The linear map that the norm is on `whole`, of parts that sum to it; in float32, for a norm of `weight`."""
-        return parts * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps) * self.gain(weight).to(parts)
+        return parts / self.scale(whole) * self.gain(weight).to(parts)
+
+    def divided(self, x: Float[Tensor, "*axes size"], scale: Float[Tensor, "*axes 1"]) -> Float[Tensor, "*axes size"]:
+        return (widened(x) / scale * widened(self.gain(self.weight))).to(x.dtype)
 
     def forward(self, x: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
         weight, dtype = self.gain(self.weight), x.dtype
@@ -60,3 +68,23 @@ def build_norm(norm: config.Norm, size: int) -> AnyNorm:
 
 def norm_or_none(norm: config.Norm | None, size: int) -> AnyNorm | None:
     return None if norm is None else build_norm(norm, size)
+
+
+def normed(norm: Any, x: Float[Tensor, "*axes size"], point: HookPoint) -> Float[Tensor, "*axes size"]:
+    """`norm(x)`, whose scale shows at `point`. A change of the scale goes in as the change it makes in float32, so that
+    to read it leaves every bit; a watched gradient flows through it."""
+    out = norm(x)
+    if not point.watched:
+        return out
+    if not computes_as(norm, RMSNorm, LayerNorm):
+        point.beside(functools.partial(_refuse, point.name, type(norm).__name__))
+        return out
+    shown = point.beside(norm.scale, x, wait=False)
+    if shown is None:
+        return out
+    plain, edited = shown
+    return out.detach() + (norm.divided(x, edited) - norm.divided(x, plain).detach())
+
+
+def _refuse(name: str, kind: str) -> NoReturn:
+    raise UnreadableWeight(f"{name}: the norm is {kind}, which does not say what it divides by: merge an adapter first")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from einops import einsum, repeat
 from jaxtyping import Float
 from torch import Tensor
 
 from transformer_std import config
+from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.layouts import HeadOutputs, Keys, Queries, Residual, Values
 from transformer_std.modules import Direct, Linear
 
@@ -32,6 +35,24 @@ def side_by_side(x: Float[Tensor, "batch seq width"], dim: int) -> HeadOutputs:
 
 def merge_heads(x: HeadOutputs) -> Float[Tensor, "batch seq width"]:
     return x.flatten(2)
+
+
+def one_each(x: Residual, heads: int) -> Float[Tensor, "batch seq heads hidden_size"]:
+    return repeat(x, "batch seq hidden -> batch seq head hidden", head=heads).contiguous()
+
+
+def changed_projection(
+    out: Float[Tensor, "batch heads seq dim"], point: HookPoint, part: OfHeads, x: Residual
+) -> Float[Tensor, "batch heads seq dim"]:
+    """`out`, a projection of `x` by `part`, where `point` shows a copy of `x` for each head. A change of a copy goes in
+    as the change that it makes, so that to read them leaves every bit; a watched gradient flows through them."""
+    weight, bias = part
+    shown = point.beside(functools.partial(one_each, heads=len(weight)), x)
+    if shown is None:
+        return out
+    pattern = "batch seq head hidden, head dim hidden -> batch head seq dim"
+    plain, edited = (einsum(each, weight, pattern) for each in shown)
+    return out.detach() + (edited - plain.detach()) + (bias - bias.detach())[:, None]
 
 
 class SplitProjections(Direct):

@@ -136,15 +136,27 @@ class HookPoint:
         layer: the block's index, None on the root.
         layout: jaxtyping alias of the value's shape and kind.
         description: what the value is.
+        derived: it is made beside the forward, where it is watched; only a change of it goes in.
         step: 0 on a prompt pass, then the number of the decode step; of the run that asks.
         ctx: a dict for hooks to keep things in: those of one run or `with` block as long as it lasts, those of
             `add_hook` as long as any is attached here.
     """
 
-    __slots__ = ("__weakref__", "_handles", "ctx", "description", "layer", "layout", "name", "value", "write")
+    __slots__ = (
+        "__weakref__",
+        "_handles",
+        "ctx",
+        "derived",
+        "description",
+        "layer",
+        "layout",
+        "name",
+        "value",
+        "write",
+    )
 
-    def __init__(self, layout: Any, description: str, write: str | None = None):
-        self.layout, self.description = layout, description
+    def __init__(self, layout: Any, description: str, write: str | None = None, *, derived: bool = False):
+        self.layout, self.description, self.derived = layout, description, derived
         self.write = write  # on a read-only value, the one to write instead
         self.name = self.value = ""
         self.layer: int | None = None
@@ -204,7 +216,7 @@ class HookPoint:
         return {name: getattr(self, name) for name in self.__slots__ if name not in ("__weakref__", "_handles", "ctx")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in {**state, "_handles": (), "ctx": {}}.items():
+        for name, value in {"derived": False, **state, "_handles": (), "ctx": {}}.items():
             if name in self.__slots__:  # files of earlier versions have a step
                 setattr(self, name, value)
 
@@ -215,7 +227,7 @@ class HookPoint:
         return here
 
     def fresh(self) -> HookPoint:
-        return HookPoint(self.layout, self.description, self.write)
+        return HookPoint(self.layout, self.description, self.write, derived=self.derived)
 
     def check_takes(self, handle: Handle) -> None:
         if handle.backward and is_integer(self.layout):

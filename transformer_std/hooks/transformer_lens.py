@@ -19,6 +19,7 @@ NAMES = {
     "hook_embed": "token_embeddings",
     "hook_pos_embed": "position_embeddings",
     "blocks.{i}.hook_resid_pre": "layers.{i}.layer_input",
+    "blocks.{i}.ln1.hook_scale": "layers.{i}.attention_norm_scale",
     "blocks.{i}.ln1.hook_normalized": "layers.{i}.attention_norm_output",
     "blocks.{i}.attn.hook_q": "layers.{i}.self_attn.attention_queries_before_rotary",
     "blocks.{i}.attn.hook_k": "layers.{i}.self_attn.attention_keys_before_rotary",
@@ -31,6 +32,7 @@ NAMES = {
     "blocks.{i}.attn.hook_result": "layers.{i}.self_attn.attention_result",
     "blocks.{i}.hook_attn_out": "layers.{i}.self_attn.attention_output",
     "blocks.{i}.hook_resid_mid": "layers.{i}.layer_mid",
+    "blocks.{i}.ln2.hook_scale": "layers.{i}.mlp_norm_scale",
     "blocks.{i}.ln2.hook_normalized": "layers.{i}.mlp_norm_output",
     "blocks.{i}.mlp.hook_pre": "layers.{i}.mlp.mlp_preactivation",
     "blocks.{i}.mlp.hook_pre_linear": "layers.{i}.mlp.mlp_up",
@@ -39,6 +41,7 @@ NAMES = {
     "blocks.{i}.mlp.hook_expert_indices": "layers.{i}.mlp.expert_indices",
     "blocks.{i}.hook_mlp_out": "layers.{i}.mlp.mlp_output",
     "blocks.{i}.hook_resid_post": "layers.{i}.layer_output",
+    "ln_final.hook_scale": "final_norm_scale",
     "ln_final.hook_normalized": "final_norm_output",
 }
 # What TransformerLens' get_act_name takes: the last part, without hook_.
