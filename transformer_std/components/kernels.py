@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from transformer_std.components.positions import causal
-from transformer_std.components.reuse import filled, times
+from transformer_std.components.reuse import filled, plus, times
 from transformer_std.components.tracing import can_look
 from transformer_std.layouts import HeadOutputs, HeadResults, Pattern, Queries, Sinks
 
@@ -63,15 +63,24 @@ def masked_scores(
     # In one piece, as they come out of transformers' key/value cache, which a plain call of it has too: in float16 the
     # product of queries and keys rounds differently on other strides.
     k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
+    scores = capped(scaled_scores(q, k, scale), softcap)
+    if scores.dtype != torch.float16:  # a score is nothing beside the lowest number, and to add is faster
+        return plus(scores, lowest_where_hidden(mask, scores))
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
-    scores = capped(scaled_scores(q, k, scale), softcap)
     scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
-    if shifts and scores.dtype == torch.float16 and not (can_look(scores) and bool(scores.isfinite().all())):
+    if shifts and not (can_look(scores) and bool(scores.isfinite().all())):
         return _refined(
             scores, capped(scaled_scores(q.float(), k.float(), scale), softcap).masked_fill(~mask, -torch.inf)
         )
     return scores
+
+
+def lowest_where_hidden(mask: Mask, scores: Pattern) -> Float[Tensor, "batch_or_1 1 query key"]:
+    lowest, (queries, keys) = torch.finfo(scores.dtype).min, scores.shape[-2:]
+    if mask is None:
+        return scores.new_full((queries, keys), lowest).triu_(keys - queries + 1)[None, None]
+    return torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~mask, lowest)
 
 
 def softmax_beside(scores: Pattern, sinks: Sinks) -> Pattern:
