@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_std import generation, saving
-from transformer_std.analysis import attribution, decomposition, heads, interventions, patching, readout
+from transformer_std.analysis import attribution, decomposition, heads, interventions, patching, paths, readout
 from transformer_std.hooking import Hooked
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class HookedTransformer(Hooked):
     stream = generation.stream
     activation_patching, ablate = patching.activation_patching, patching.ablate
     attribution_patching, head_scores = attribution.attribution_patching, heads.head_scores
+    path_patching = paths.path_patching
     skip_layers, steer = interventions.skip_layers, interventions.steer
     ablate_expert, reroute = interventions.ablate_expert, interventions.reroute
     get_topk_closest_tokens, probs_to_dict = readout.get_topk_closest_tokens, readout.probs_to_dict

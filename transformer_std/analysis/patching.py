@@ -206,7 +206,7 @@ def _put(
     cells = list(itertools.product(*map(range, size)))
 
     def hooks(group: Sequence[HookPoint], cells: Sequence[Cell]) -> list[tuple[str, HookFn]]:
-        return [(point.name, _patch(held[point.name], swept[point.name], cells)) for point in group]
+        return [(point.name, put_cells(held[point.name], swept[point.name], cells)) for point in group]
 
     jobs = [Job(group[0].layer or 0, cells, functools.partial(hooks, group)) for group in groups]
     found = run_cells(model, asked, jobs, batch_size, doing).unflatten(0, (len(groups), *size))
@@ -223,7 +223,7 @@ def grouped(points: Sequence[HookPoint], together: bool) -> list[list[HookPoint]
     return [[point for point in points if point.layer == layer] for layer in layers]
 
 
-def _patch(clean: Tensor, swept: list[int], cells: Sequence[Cell]) -> HookFn:
+def put_cells(clean: Tensor, swept: list[int], cells: Sequence[Cell]) -> HookFn:
     """A hook on the runs of `cells`, which lie behind one another in the batch: each gets its cell of `clean`."""
 
     def patch(value: Tensor, hook: HookPoint) -> None:

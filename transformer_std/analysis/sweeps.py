@@ -114,7 +114,7 @@ def run_cells(model: Hooked, asked: Question, jobs: Sequence[Job], batch_size: i
     alone = any(point.watched for point in model.names.points.values())
     layers = list(dict.fromkeys(job.layer for job in jobs))
     inputs = dict.fromkeys(layers, tokens) if alone else entering(model, tokens, mask, layers)
-    rows = batch_size or _rows_at_once(model, tokens.shape[1], 1 if asked.last else tokens.shape[1])
+    rows = batch_size or rows_at_once(model, tokens.shape[1], 1 if asked.last else tokens.shape[1])
     at_once = 1 if alone else max(1, rows // len(tokens))
     found = []
     with bar(doing, sum(len(job.cells) for job in jobs)) as advance:
@@ -135,7 +135,7 @@ def run_cells(model: Hooked, asked: Question, jobs: Sequence[Job], batch_size: i
     return torch.stack(found)
 
 
-def _rows_at_once(model: Hooked, seq: int, read: int) -> int:
+def rows_at_once(model: Hooked, seq: int, read: int) -> int:
     """How many rows of `seq` positions, whose logits are made at `read` of them, go into a batch."""
     widest = max((each.mlp.top_k if isinstance(each.mlp, Mixture) else 1) * each.mlp.intermediate_size
                  for each in model.config.attending)  # fmt: skip
