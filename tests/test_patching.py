@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import both
-from tests.tiny import BASES, LENGTH, Folders, Recipe, left_padded, prompt
+from tests.tiny import BASES, LENGTH, Folders, Recipe, clean, corrupted, left_padded, prompt
 from transformer_std import HookedTransformer, Unavailable, UnknownName
 from transformer_std.layouts import axes
 
@@ -23,14 +23,6 @@ SWEEPS = [
     ("attention_queries", ("seq", "num_heads")),
     ("attention_probabilities", ("num_heads",)),
 ]
-
-
-def clean() -> Tensor:
-    return prompt()[:1]
-
-
-def corrupted() -> Tensor:
-    return prompt()[1:2]
 
 
 def score(logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import both
-from tests.tiny import NAMED, Folders, Recipe, prompt
+from tests.tiny import NAMED, Folders, Recipe, clean, corrupted, score
 from transformer_std import HookedTransformer, UnknownName
 
 PROJECTED = {
@@ -18,18 +18,6 @@ PROJECTED = {
     "attention_value_inputs": "attention_values",
 }
 SENDER = ("attention_premix", 0)
-
-
-def clean() -> Tensor:
-    return prompt()[:1]
-
-
-def corrupted() -> Tensor:
-    return prompt()[1:2]
-
-
-def score(logits: Tensor) -> Tensor:
-    return logits[0, -1, 3] - logits[0, -1, 5]
 
 
 def put(value: Tensor, head: int | None = None, axis: int = 2) -> Any:

@@ -12,23 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.oracle import both
-from tests.tiny import BASES, LENGTH, MASK, NAMED, Folders, Recipe, prompt
+from tests.tiny import BASES, LENGTH, MASK, NAMED, Folders, Recipe, clean, corrupted, prompt, score
 from transformer_std import HookedTransformer, UnknownName
 from transformer_std.analysis.labels import Sweep
 from transformer_std.layouts import axes as layout_axes
-
-
-def clean() -> Tensor:
-    return prompt()[:1]
-
-
-def corrupted() -> Tensor:
-    return prompt()[1:2]
-
-
-def score(logits: Tensor) -> Tensor:
-    return logits[0, -1, 3] - logits[0, -1, 5]
-
 
 # -- labels ------------------------------------------------------------------------------------------------------
 

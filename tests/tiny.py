@@ -301,6 +301,18 @@ def prompt(length: int = LENGTH, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
+def clean() -> torch.Tensor:
+    return prompt()[:1]
+
+
+def corrupted() -> torch.Tensor:
+    return prompt()[1:2]
+
+
+def score(logits: torch.Tensor) -> torch.Tensor:
+    return logits[0, -1, 3] - logits[0, -1, 5]
+
+
 def left_padded(length: int = LENGTH, pads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, a mask that covers the first `pads` of row 0, and the positions that the mask makes."""
     mask = torch.ones(2, length, dtype=torch.long)

@@ -107,10 +107,11 @@ class ZeroedLinear(Linear):
 class Norm(Direct):
     """A norm that starts as one without weight and bias.
 
-    Seen as arithmetic it is `divided(x, scale(x))`: what it centres, over its scale, times its gain.
+    Seen as arithmetic it is `divided(x, scale(x))`: what it centres, over its scale, times its gain, and its bias.
     """
 
     eps: float
+    weight: nn.Parameter
 
     def fill_fresh(self, name: str, std: float, generator: torch.Generator | None) -> None:
         self.get_parameter(name).fill_(0.0 if name == "bias" else 1.0)
@@ -123,9 +124,19 @@ class Norm(Direct):
         """What the norm divides `x` by, [... 1], in float32 or wider: the root of the mean square and eps."""
         return (self.centred(widened(x)).pow(2).mean(-1, keepdim=True) + self.eps).sqrt()
 
+    def gain(self, weight: Tensor) -> Tensor:
+        """What the normed input is multiplied by."""
+        return weight
+
     def divided(self, x: Tensor, scale: Tensor) -> Tensor:
         """The norm of `x` with another `scale`."""
-        raise NotImplementedError
+        out, bias = self.centred(widened(x)) / scale * widened(self.gain(self.weight)), getattr(self, "bias", None)
+        return (out if bias is None else out + widened(bias)).to(x.dtype)
+
+    def frozen(self, parts: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
+        """The linear map that a norm of `weight` is on `whole`, without its bias, of parts that sum to it; in
+        float32."""
+        return self.centred(parts) / self.scale(whole) * self.gain(weight).to(parts)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -140,16 +151,8 @@ class LayerNorm(Norm, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return torch.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    def frozen(self, parts: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
-        """The linear map that the norm is on `whole`, without its bias, of parts that sum to it; in float32."""
-        return self.centred(parts) / self.scale(whole) * weight.to(parts)
-
     def centred(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True)
-
-    def divided(self, x: Tensor, scale: Tensor) -> Tensor:
-        normed = self.centred(widened(x)) / scale * widened(self.weight)
-        return (normed if self.bias is None else normed + widened(self.bias)).to(x.dtype)
 
 
 class Embedding(Direct, nn.Embedding):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -21,6 +22,16 @@ TF32 = 2.0**-10  # what a product of float32 matrices may be rounded to on a GPU
 
 class UnreadableWeight(RuntimeError):
     """A weight that cannot be read; the message says which, why, and what to do."""
+
+
+def refusal(message: str) -> Callable[..., Tensor]:
+    """In the place of what computes a value from weights that cannot be read. It raises `UnreadableWeight` where it is
+    called: a run whose cache has the value among others goes on."""
+
+    def refuse(*_: Tensor) -> NoReturn:
+        raise UnreadableWeight(message)
+
+    return refuse
 
 
 def linear_map(host: Host, name: str, width: int) -> tuple[Float[Tensor, "out width"], Float[Tensor, " out"]]:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_std.activation_cache import CachedValues
 from transformer_std.analysis.labels import Sweep
-from transformer_std.analysis.patching import check_holds
+from transformer_std.analysis.patching import check_cache, check_holds
 from transformer_std.analysis.sweeps import (
     Metric,
     Question,
@@ -72,10 +71,7 @@ def attribution_patching(
         TypeError: a `clean` that is no cache, or a metric that gives no number or no gradient.
         UnknownName, Unavailable: as elsewhere, and where `clean` lacks the value.
     """
-    if not isinstance(clean, CachedValues):
-        raise TypeError(
-            f"clean is a {type(clean).__name__}: give the cache that run_with_cache made of the clean input"
-        )
+    check_cache(clean)
     points = swept_points(model, value)
     if whole := [point.name for point in points if is_integer(point.layout)]:
         raise ValueError(f"{whole[0]} holds whole numbers, which have no gradient")

@@ -88,10 +88,7 @@ def activation_patching(
         TypeError: a `clean` that is no cache, or a metric that gives no number.
         UnknownName, Unavailable: as elsewhere, and where `clean` lacks the value.
     """
-    if not isinstance(clean, CachedValues):
-        raise TypeError(
-            f"clean is a {type(clean).__name__}: give the cache that run_with_cache made of the clean input"
-        )
+    check_cache(clean)
     if not callable(metric):
         raise TypeError(f"the metric is a {type(metric).__name__}: give a function of the logits")
     points = swept_points(model, value)
@@ -176,6 +173,14 @@ def _instead(
     real = mask[:, -value.shape[seq] :].to(value)
     weights = real.view(*[size if i in (0, seq) else 1 for i, size in enumerate(value.shape)])
     return ((value * weights).sum(over, keepdim=True) / weights.sum(over, keepdim=True)).expand_as(value)
+
+
+def check_cache(clean: Any) -> None:
+    """Raises `TypeError` where `clean` is no cache."""
+    if not isinstance(clean, CachedValues):
+        raise TypeError(
+            f"clean is a {type(clean).__name__}: give the cache that run_with_cache made of the clean input"
+        )
 
 
 def check_holds(held: Mapping[str, Any], points: Sequence[HookPoint], whole: bool = True) -> None:

@@ -12,21 +12,18 @@ from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from transformer_std.activation_cache import CachedValues
 from transformer_std.analysis.labels import Label, Sweep
-from transformer_std.analysis.patching import check_holds, put_cells
+from transformer_std.analysis.patching import check_cache, check_holds, put_cells
 from transformer_std.analysis.sweeps import (
-    POSITIONS,
+    Beginning,
     Cell,
     Job,
     Metric,
-    Question,
     ask,
-    entering,
+    beginning,
     layer_labels,
+    place_labels,
     places,
-    position_labels,
-    rows_at_once,
     run_cells,
     same_size,
     shown,
@@ -118,10 +115,7 @@ def path_patching(
         TypeError: a `clean` that is no cache, or a metric that gives no number.
         UnknownName, Unavailable: as elsewhere, and where `clean` lacks the sender.
     """
-    if not isinstance(clean, CachedValues):
-        raise TypeError(
-            f"clean is a {type(clean).__name__}: give the cache that run_with_cache made of the clean input"
-        )
+    check_cache(clean)
     senders, receivers = swept_points(model, sender), _receivers(model, receiver, heads)
     check_holds(clean, senders)
     held = swept_points(model, list(freeze)) if freeze else []
@@ -133,8 +127,11 @@ def path_patching(
     _, plain = model.run_with_cache(asked.tokens, names_filter=held, attention_mask=asked.mask, return_type=None)
 
     rows = asked.baseline.shape
-    cells, count = list(itertools.product(*chosen)), 1 if together else len(receivers)
-    found = asked.baseline.expand(len(senders), len(cells), count, *rows).clone()
+    cells = list(itertools.product(*chosen))
+    apart: list[tuple[str, Sequence[Label]]] = [] if together else [("receiver", [each.label for each in receivers])]
+    found = asked.baseline.expand(len(senders), len(cells), 1 if together else len(receivers), *rows).clone()
+    layers = [*map(layer_of, senders), *(each.layer for each in receivers)]
+    begin = beginning(model, asked, layers, batch_size)
     doing = "following paths" if shown(progress) else None
     for i, point in enumerate(senders):
         reached = [each for each in receivers if _comes_after(model, each.point, point)]
@@ -142,25 +139,22 @@ def path_patching(
             continue
         patch = functools.partial(put_cells, clean[point.name], swept[point.name])
         between = {each.name: plain[each.name] for each in held if _comes_after(model, each, point)}
-        heard = _heard(model, asked, point, cells, patch, between, reached, batch_size)
-        numbers = run_cells(model, asked, _jobs(heard, reached, len(cells), together), batch_size, doing)
+        heard = _heard(model, begin, point, cells, patch, between, reached)
+        numbers = run_cells(model, asked, _jobs(heard, reached, len(cells), together), batch_size, doing, begin)
         if together:
             found[i, :, 0] = numbers
         else:  # by receiver, as jobs are, then by cell
             at_receiver = [receivers.index(each) for each in reached]
             found[i][:, at_receiver] = rearrange(numbers, "(to cell) ... -> cell to ...", to=len(reached))
-    found = found.reshape(len(senders), *[len(each) for each in chosen], count, *rows)
     labels: list[tuple[str, Sequence[Label]]] = [("layer", layer_labels([[point] for point in senders]))]
     for name, whole, kept in zip(names, size, chosen, strict=True):
-        every = position_labels(model, asked.tokens, whole) if name in POSITIONS else range(whole)
+        every = place_labels(model, asked.tokens, name, whole)
         labels.append((name, [every[place] for place in kept]))
-    labels.append(("receiver", ["all"] if together else [each.label for each in receivers]))
+    labels += apart
     if rows:
         labels.append(("batch", range(*rows)))
     what = f"{senders[0].value} -> {', '.join(dict.fromkeys(each.point.value for each in receivers))}"
-    if together:
-        found, labels = found.squeeze(1 + len(chosen)), [each for each in labels if each[0] != "receiver"]
-    return Sweep.of(found, labels, what, asked.baseline)
+    return Sweep.of(found.reshape([len(each) for _, each in labels]), labels, what, asked.baseline)
 
 
 def layer_of(point: HookPoint) -> int:
@@ -214,32 +208,23 @@ def _comes_after(model: Hooked, point: HookPoint, sender: HookPoint) -> bool:
 
 def _heard(
     model: Hooked,
-    asked: Question,
+    begin: Beginning,
     sender: HookPoint,
     cells: Sequence[Cell],
     patch: Any,
     between: Mapping[str, Tensor],
     reached: Sequence[Receiver],
-    batch_size: int | None,
 ) -> dict[str, Float[Tensor, "cell batch seq width"]]:
     """What each receiver's point would read in the run of every cell: all copies of the heads are of one tensor."""
     first, last = layer_of(sender), max(each.layer for each in reached)
     read = {each.point.name: _read_at(each.point) for each in reached}
-    alone = any(point.watched for point in model.names.points.values())
-    stream = asked.tokens if alone else entering(model, asked.tokens, asked.mask, [first])[first]
-    rows = batch_size or rows_at_once(model, asked.tokens.shape[1], 1)
-    at_once = 1 if alone else max(1, rows // len(asked.tokens))
     found: dict[str, list[Tensor]] = {name: [] for name in read}
-    for start in range(0, len(cells), at_once):
-        some = cells[start : start + at_once]
+    for start in range(0, len(cells), begin.at_once):
+        some = cells[start : start + begin.at_once]
         hold = [(name, functools.partial(_hold, value, len(some))) for name, value in between.items()]
         with model.hooks(fwd_hooks=[(sender.name, patch(some)), *hold]):
             _, cache = model.run_with_cache(
-                repeat(stream, "batch ... -> (cell batch) ...", cell=len(some)),
-                names_filter=list(dict.fromkeys(read.values())),
-                start_at_layer=None if alone else first,
-                stop_at_layer=last + 1,
-                attention_mask=None if asked.mask is None else asked.mask.repeat(len(some), 1),
+                names_filter=list(dict.fromkeys(read.values())), stop_at_layer=last + 1, **begin.of(first, len(some))
             )
         for name, where in read.items():
             found[name].append(rearrange(cache[where], "(cell batch) ... -> cell batch ...", cell=len(some)))

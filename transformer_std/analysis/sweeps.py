@@ -94,7 +94,47 @@ def _reads_last_alone(metric: Metric, logits: RunLogits, mask: Tensor | None, ba
     return torch.equal(of_last, baseline) and bool(baseline.isfinite().all())
 
 
-def run_cells(model: Hooked, asked: Question, jobs: Sequence[Job], batch_size: int | None, doing: str | None) -> Tensor:
+class Beginning(NamedTuple):
+    """Where runs of cells begin.
+
+    Attributes:
+        inputs: what is run of each layer's cells: the stream that enters it; where runs are `alone`, the tokens.
+        mask: [batch seq], of the one run.
+        alone: each cell is a whole run of its own.
+        at_once: how many cells run together.
+    """
+
+    inputs: dict[int, Tensor]
+    mask: Tensor | None
+    alone: bool
+    at_once: int
+
+    def of(self, layer: int, cells: int) -> dict[str, Any]:
+        """How the model is called for so many cells that begin in block `layer`."""
+        return {
+            "input": repeat(self.inputs[layer], "batch ... -> (cell batch) ...", cell=cells),
+            "start_at_layer": None if self.alone else layer,
+            "attention_mask": None if self.mask is None else self.mask.repeat(cells, 1),
+        }
+
+
+def beginning(model: Hooked, asked: Question, layers: Sequence[int], batch_size: int | None) -> Beginning:
+    tokens, mask = asked.tokens, asked.mask
+    alone = any(point.watched for point in model.names.points.values())
+    layers = list(dict.fromkeys(layers))
+    inputs = dict.fromkeys(layers, tokens) if alone else entering(model, tokens, mask, layers)
+    rows = batch_size or _rows_at_once(model, tokens.shape[1], 1 if asked.last else tokens.shape[1])
+    return Beginning(inputs, mask, alone, 1 if alone else max(1, rows // len(tokens)))
+
+
+def run_cells(
+    model: Hooked,
+    asked: Question,
+    jobs: Sequence[Job],
+    batch_size: int | None,
+    doing: str | None,
+    begin: Beginning | None = None,
+) -> Tensor:
     """The metric of every cell's run, [cells] or [cells batch], job after job.
 
     Cells of a job run together, as rows of a batch, and from its block on: before it they are the plain run. While
@@ -106,27 +146,20 @@ def run_cells(model: Hooked, asked: Question, jobs: Sequence[Job], batch_size: i
         jobs: the cells, by the block that they change first.
         batch_size: how many rows run at once; None: as many as a fixed share of memory holds.
         doing: what a bar on standard error says; None: there is none.
+        begin: where they begin, where that is known; None: it is looked up.
 
     Raises:
         TypeError: a metric that gives no number.
     """
-    tokens, mask = asked.tokens, asked.mask
-    alone = any(point.watched for point in model.names.points.values())
-    layers = list(dict.fromkeys(job.layer for job in jobs))
-    inputs = dict.fromkeys(layers, tokens) if alone else entering(model, tokens, mask, layers)
-    rows = batch_size or rows_at_once(model, tokens.shape[1], 1 if asked.last else tokens.shape[1])
-    at_once = 1 if alone else max(1, rows // len(tokens))
+    if begin is None:
+        begin = beginning(model, asked, [job.layer for job in jobs], batch_size)
     found = []
     with bar(doing, sum(len(job.cells) for job in jobs)) as advance:
         for job in jobs:
-            for start in range(0, len(job.cells), at_once):
-                some = job.cells[start : start + at_once]
+            for start in range(0, len(job.cells), begin.at_once):
+                some = job.cells[start : start + begin.at_once]
                 logits = model.run_with_hooks(
-                    repeat(inputs[job.layer], "batch ... -> (cell batch) ...", cell=len(some)),
-                    fwd_hooks=job.hooks(some),
-                    start_at_layer=None if alone else job.layer,
-                    attention_mask=None if mask is None else mask.repeat(len(some), 1),
-                    last_logits_only=asked.last,
+                    fwd_hooks=job.hooks(some), last_logits_only=asked.last, **begin.of(job.layer, len(some))
                 )
                 runs = rearrange(logits, "(cell batch) ... -> cell batch ...", cell=len(some))
                 found += [measured(asked.metric, run) for run in runs]
@@ -135,7 +168,7 @@ def run_cells(model: Hooked, asked: Question, jobs: Sequence[Job], batch_size: i
     return torch.stack(found)
 
 
-def rows_at_once(model: Hooked, seq: int, read: int) -> int:
+def _rows_at_once(model: Hooked, seq: int, read: int) -> int:
     """How many rows of `seq` positions, whose logits are made at `read` of them, go into a batch."""
     widest = max((each.mlp.top_k if isinstance(each.mlp, Mixture) else 1) * each.mlp.intermediate_size
                  for each in model.config.attending)  # fmt: skip
@@ -232,7 +265,7 @@ def labelled(
     """The answer of a sweep over `groups` of hook points, one a layer, and over axes of these `names`."""
     labels: list[tuple[str, Sequence[Label]]] = [("layer", layer_labels(groups))]
     for name, size in zip(names, values.shape[1:], strict=False):
-        labels.append((name, position_labels(model, asked.tokens, size) if name in POSITIONS else range(size)))
+        labels.append((name, place_labels(model, asked.tokens, name, size)))
     if values.ndim == len(labels) + 1:
         labels.append(("batch", range(values.shape[-1])))
     return Sweep.of(values, labels, what, asked.baseline, clean)
@@ -245,8 +278,8 @@ def layer_labels(groups: Sequence[Sequence[HookPoint]]) -> list[Label]:
     return [f"{'+'.join(point.value for point in group)} {group[0].layer}" for group in groups]
 
 
-def position_labels(model: Hooked, tokens: Tokens, size: int) -> Sequence[Label]:
-    """A position's number, with its token's text where all rows are one text."""
-    if not model.has_tokenizer or tokens.shape != (1, size):
+def place_labels(model: Hooked, tokens: Tokens, name: str, size: int) -> Sequence[Label]:
+    """The number of each place on the axis `name`; of a position with its token's text, where all rows are one text."""
+    if name not in POSITIONS or not model.has_tokenizer or tokens.shape != (1, size):
         return range(size)
     return list(enumerate(model.to_str_tokens(tokens[0])))

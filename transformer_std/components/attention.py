@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NoReturn
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
@@ -52,11 +49,7 @@ from transformer_std.layouts import (
     Values,
 )
 from transformer_std.modules import Linear
-from transformer_std.weights import UnreadableWeight, linear_map
-
-
-def refuse(message: str) -> NoReturn:
-    raise UnreadableWeight(message)
+from transformer_std.weights import UnreadableWeight, linear_map, refusal
 
 
 class SoftmaxAttention(Host):
@@ -152,8 +145,8 @@ class SoftmaxAttention(Host):
             return out
         try:
             weight, bias = self._output_map()
-        except UnreadableWeight as error:  # no reason to stop a run whose cache has it among others
-            self.attention_result.beside(functools.partial(refuse, str(error)))
+        except UnreadableWeight as error:
+            self.attention_result.beside(refusal(str(error)))
             return out
         wait = self._results_are_larger(premix, weight)
         shown = self.attention_result.beside(head_results, premix, weight, wait=wait)
@@ -234,9 +227,9 @@ class Attention(SoftmaxAttention):
         points = (self.attention_query_inputs, self.attention_key_inputs, self.attention_value_inputs)
         try:
             parts = self._parts()
-        except UnreadableWeight as error:  # no reason to stop a run whose cache has them among others
+        except UnreadableWeight as error:
             for point in points:
-                point.beside(functools.partial(refuse, str(error)))
+                point.beside(refusal(str(error)))
             return heads
         q, k, v = (changed_projection(*each, x) for each in zip(heads, points, parts, strict=True))
         return q, k, v

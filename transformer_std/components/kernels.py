@@ -65,7 +65,7 @@ def masked_scores(
     k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
     scores = capped(scaled_scores(q, k, scale), softcap)
     if scores.dtype != torch.float16:  # a score is nothing beside the lowest number, and to add is faster
-        return plus(scores, lowest_where_hidden(mask, scores))
+        return plus(scores, hiding(mask, scores, torch.finfo(scores.dtype).min))
     if mask is None:
         mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
     scores = filled(scores, ~mask, torch.finfo(scores.dtype).min)
@@ -76,9 +76,10 @@ def masked_scores(
     return scores
 
 
-def lowest_where_hidden(mask: Mask, scores: Pattern) -> Float[Tensor, "batch_or_1 1 query key"]:
-    lowest, (queries, keys) = torch.finfo(scores.dtype).min, scores.shape[-2:]
+def hiding(mask: Mask, scores: Pattern, lowest: float) -> Float[Tensor, "batch_or_1 1 query key"]:
+    """What is added to scores: `lowest` where a query does not see a key."""
     if mask is None:
+        queries, keys = scores.shape[-2:]
         return scores.new_full((queries, keys), lowest).triu_(keys - queries + 1)[None, None]
     return torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~mask, lowest)
 
@@ -94,10 +95,8 @@ def softmax_beside(scores: Pattern, sinks: Sinks) -> Pattern:
 def wide_scores(q: Queries, k: AllKeys, mask: Mask, scale: float) -> Pattern:
     """The scores in float32. A mask is added to them, as large as the queries' dtype can say."""
     k = expand_kv(k.contiguous(), q.shape[1] // k.shape[1])
-    if mask is None:
-        mask = causal(q.shape[2], k.shape[2], None, q.device)[None, None]
-    hidden = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
-    return scaled_scores(q.float(), k.float(), scale) + hidden
+    scores = scaled_scores(q.float(), k.float(), scale)
+    return plus(scores, hiding(mask, scores, torch.finfo(q.dtype).min))
 
 
 def _refined(scores: Pattern, wide: Pattern) -> Pattern:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NoReturn
 
 import torch
@@ -11,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_std import config
-from transformer_std.components.attention import SoftmaxAttention, refuse
+from transformer_std.components.attention import SoftmaxAttention
 from transformer_std.components.kernels import Mask
 from transformer_std.components.norms import build_norm
 from transformer_std.components.projections import changed_projection, of_heads, split_heads
@@ -20,7 +19,7 @@ from transformer_std.components.states import LayerKV
 from transformer_std.hooks.hook_point import HookPoint
 from transformer_std.layouts import Latent, Queries, Residual, SharedKeys
 from transformer_std.modules import Direct, Linear
-from transformer_std.weights import UnreadableWeight, linear_map, place
+from transformer_std.weights import UnreadableWeight, linear_map, place, refusal
 
 
 def beside(plain: Float[Tensor, "*axes plain"], shared: Float[Tensor, "*axes shared"]) -> Float[Tensor, "*axes both"]:
@@ -100,7 +99,7 @@ class LatentAttention(SoftmaxAttention):
         try:
             part = linear_map(self, "q", self.hidden_size)
         except UnreadableWeight as error:
-            self.attention_query_inputs.beside(functools.partial(refuse, str(error)))
+            self.attention_query_inputs.beside(refusal(str(error)))
             return q
         return changed_projection(q, self.attention_query_inputs, of_heads(part, self.cfg.qk_head_dim), x)
 

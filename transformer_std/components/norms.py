@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from transformer_std import config
 from transformer_std.hooks.hook_point import HookPoint
-from transformer_std.modules import LayerNorm, Norm, widened
-from transformer_std.weights import UnreadableWeight, computes_as
+from transformer_std.modules import LayerNorm, Norm
+from transformer_std.weights import computes_as, refusal
 
 
 class RMSNorm(Norm):
@@ -30,17 +29,7 @@ class RMSNorm(Norm):
         self.weight.fill_(0.0 if self.cfg.around_one else 1.0)
 
     def gain(self, weight: Float[Tensor, " size"]) -> Float[Tensor, " size"]:
-        """What the normed input is multiplied by."""
         return 1.0 + weight.float() if self.cfg.around_one else weight
-
-    def frozen(
-        self, parts: Float[Tensor, "*parts size"], whole: Float[Tensor, "*axes size"], weight: Float[Tensor, " size"]
-    ) -> Float[Tensor, "*parts size"]:
-        """The linear map that the norm is on `whole`, of parts that sum to it; in float32, for a norm of `weight`."""
-        return parts / self.scale(whole) * self.gain(weight).to(parts)
-
-    def divided(self, x: Float[Tensor, "*axes size"], scale: Float[Tensor, "*axes 1"]) -> Float[Tensor, "*axes size"]:
-        return (widened(x) / scale * widened(self.gain(self.weight))).to(x.dtype)
 
     def forward(self, x: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
         weight, dtype = self.gain(self.weight), x.dtype
@@ -77,14 +66,12 @@ def normed(norm: Any, x: Float[Tensor, "*axes size"], point: HookPoint) -> Float
     if not point.watched:
         return out
     if not computes_as(norm, RMSNorm, LayerNorm):
-        point.beside(functools.partial(_refuse, point.name, type(norm).__name__))
+        kind = type(norm).__name__
+        unread = f"{point.name}: the norm is {kind}, which does not say what it divides by: merge an adapter first"
+        point.beside(refusal(unread))
         return out
     shown = point.beside(norm.scale, x, wait=False)
     if shown is None:
         return out
     plain, edited = shown
     return out.detach() + (norm.divided(x, edited) - norm.divided(x, plain).detach())
-
-
-def _refuse(name: str, kind: str) -> NoReturn:
-    raise UnreadableWeight(f"{name}: the norm is {kind}, which does not say what it divides by: merge an adapter first")
