@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_std import generation, saving
-from transformer_std.analysis import attribution, decomposition, heads, interventions, patching, paths, readout
+from transformer_std.analysis import (
+    attribution,
+    circuits,
+    decomposition,
+    heads,
+    interventions,
+    patching,
+    paths,
+    readout,
+)
 from transformer_std.hooking import Hooked
 
 if TYPE_CHECKING:
@@ -30,6 +39,12 @@ class HookedTransformer(Hooked):
     skip_layers, steer = interventions.skip_layers, interventions.steer
     ablate_expert, reroute = interventions.ablate_expert, interventions.reroute
     get_topk_closest_tokens, probs_to_dict = readout.get_topk_closest_tokens, readout.probs_to_dict
+    OV, QK, composition_scores = circuits.OV, circuits.QK, circuits.composition_scores
+    singular_tokens, stacked = circuits.singular_tokens, circuits.stacked
+    W_Q, W_K, W_V, W_O = map(circuits.weight_of_blocks, ("W_Q", "W_K", "W_V", "W_O"))
+    b_Q, b_K, b_V, b_O = map(circuits.weight_of_blocks, ("b_Q", "b_K", "b_V", "b_O"))
+    W_in, W_gate, W_out = map(circuits.weight_of_blocks, ("W_in", "W_gate", "W_out"))
+    b_in, b_gate, b_out = map(circuits.weight_of_blocks, ("b_in", "b_gate", "b_out"))
     bias_logits = property(decomposition.bias_logits)
 
     @classmethod
