@@ -30,6 +30,7 @@ from tests.tiny import (
     BASES,
     BOUNDARY,
     NAMED,
+    STRUCTURES,
     Folders,
     Recipe,
     as_released,
@@ -595,10 +596,15 @@ def test_a_live_model_with_an_adapter_is_refused(checkpoints: Folders) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [(each, torch.float32) for each in STRUCTURES]
+    + [(each, dtype) for each in BASES for dtype in (torch.bfloat16, torch.float16)],
+    ids=lambda each: getattr(each, "id", str(each)),
+)
 @torch.no_grad()
-def test_our_format_round_trips(structure: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
-    model = HookedTransformer.from_pretrained(checkpoints(structure), dtype=dtype)
+def test_our_format_round_trips(recipe: Recipe, dtype: torch.dtype, checkpoints: Folders, tmp_path: Path) -> None:
+    model = HookedTransformer.from_pretrained(checkpoints(recipe), dtype=dtype)
     model.save_pretrained(tmp_path)
     again = HookedTransformer.from_pretrained(tmp_path)
     assert again.config == dataclasses.replace(model.config, dtype=str(dtype)[6:])
