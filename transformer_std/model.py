@@ -14,9 +14,11 @@ from transformer_std.analysis import (
     decomposition,
     heads,
     interventions,
+    mixtures,
     patching,
     paths,
     readout,
+    steering,
 )
 from transformer_std.hooking import Hooked
 
@@ -36,8 +38,10 @@ class HookedTransformer(Hooked):
     activation_patching, ablate = patching.activation_patching, patching.ablate
     attribution_patching, head_scores = attribution.attribution_patching, heads.head_scores
     path_patching = paths.path_patching
-    skip_layers, steer = interventions.skip_layers, interventions.steer
-    ablate_expert, reroute = interventions.ablate_expert, interventions.reroute
+    skip_layers, steer, make_vector = interventions.skip_layers, steering.steer, steering.make_vector
+    ablate_expert, reroute, ban, force = mixtures.ablate_expert, mixtures.reroute, mixtures.ban, mixtures.force
+    expert_attribution, expert_sweep = mixtures.expert_attribution, mixtures.expert_sweep
+    routing, compare = mixtures.routing, mixtures.compare
     get_topk_closest_tokens, probs_to_dict = readout.get_topk_closest_tokens, readout.probs_to_dict
     OV, QK, composition_scores = circuits.OV, circuits.QK, circuits.composition_scores
     singular_tokens, stacked = circuits.singular_tokens, circuits.stacked

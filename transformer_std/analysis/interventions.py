@@ -1,13 +1,12 @@
-"""What one changes in a run: blocks skipped, streams steered, experts taken out. Functions of a model."""
+"""Runs with some of their blocks left out, and places of an input as users say them."""
 
 from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from transformer_std.hooking import Hooked
 from transformer_std.hooks.hook_point import HookPoint
 
 Positions = Any  # None, a number, a slice, or numbers in lists, an array or a tensor
-Hooks = list[tuple[tuple[str, int], Any]]
 
 
 @contextlib.contextmanager
@@ -38,83 +36,30 @@ def skip_layers(
         yield
 
 
-@contextlib.contextmanager
-def steer(
-    model: Hooked,
-    layers: int | Sequence[int],
-    vector: Tensor,
-    factor: float = 1.0,
-    token_positions: Positions = None,
-    batch_index: Positions = None,
-) -> Iterator[None]:
-    """Adds `factor * vector` to the stream leaving each of `layers`, at some positions and rows or at all.
-
-    Positions are columns of the input, padding included, so that -1 is every row's last token under left padding.
-    In generation they are the prompt's, and the tokens after it are steered only where `token_positions` is None.
+class Places:
+    """Rows and positions of an input. In generation they are the prompt's: the tokens after it are meant only where no
+    position is named.
 
     Args:
-        layers: a block's number, or several.
-        vector: [hidden_size].
-        factor: what the vector is multiplied by.
-        token_positions: None for all; a number or a slice for the same on every row; [rows] or [rows, n] (a tensor
-            or lists, whose rows may differ in length) for each row's own, in the order of `batch_index`; [1, n] for
-            these on every row. Where one row is steered, a flat list is its positions.
-        batch_index: the rows to steer, a number, a list, a slice or a tensor; None for all.
+        token_positions, batch_index: as `steer` takes them.
 
     Raises:
-        ValueError: a vector of another size; in the forward, a position or row that the input does not have, or
-            positions for another number of rows.
+        TypeError: what are no whole numbers.
     """
-    if vector.shape != (model.hidden_size,):
-        raise ValueError(f"the vector is {list(vector.shape)}; the stream has {model.hidden_size} dimensions")
-    positions, rows = _numbers("token_positions", token_positions), _numbers("batch_index", batch_index)
 
-    prompt = 0
+    def __init__(self, token_positions: Positions, batch_index: Positions):
+        self.positions = _numbers("token_positions", token_positions)
+        self.rows = _numbers("batch_index", batch_index)
+        self.prompt = 0
 
-    def add(stream: Tensor, hook: HookPoint) -> Tensor | None:
-        nonlocal prompt
-        prompt = stream.shape[1] if hook.step == 0 else prompt
-        if token_positions is not None and stream.shape[1] < prompt + hook.step:
+    def of(self, batch: int, seq: int, step: int) -> tuple[list[int], list[int] | slice] | None:
+        """The row and the column of each place in step `step` of a run; None where it has none of them. Raises
+        `ValueError` for a place that the input does not have."""
+        self.prompt = seq if step == 0 else self.prompt
+        if self.positions is not None and seq < self.prompt + step:
             return None  # a step that reads the new token alone
-        at, columns = _places(rows, positions, len(stream), prompt)
-        change = torch.zeros_like(stream)
-        if columns is None:
-            change[at] = factor * vector.to(stream)
-        else:
-            change[at, columns] = factor * vector.to(stream)
-        return stream + change
-
-    layers = [layers] if isinstance(layers, int) else layers
-    with model.hooks(fwd_hooks=[([("layer_output", layer) for layer in layers], add)]):
-        yield
-
-
-def ablate_expert(model: Hooked, layer: int, expert: int) -> Hooks:
-    """Hooks that take `expert` of block `layer` out wherever it is chosen: its slots weigh nothing."""
-    _check_expert(model, layer, expert)
-    chosen: dict[str, Tensor] = {}
-
-    def look(indices: Tensor, hook: HookPoint) -> None:
-        chosen["indices"] = indices
-
-    def silence(weights: Tensor, hook: HookPoint) -> Tensor:
-        return weights.masked_fill(chosen["indices"] == expert, 0)
-
-    return [(("expert_indices", layer), look), (("expert_weights", layer), silence)]
-
-
-def reroute(model: Hooked, layer: int, expert: int, to: int) -> Hooks:
-    """Hooks that send every slot of block `layer` that chose `expert` to expert `to`, at the weight it had."""
-    _check_expert(model, layer, expert)
-    _check_expert(model, layer, to)
-    return [(("expert_indices", layer), lambda indices, hook: indices.masked_fill(indices == expert, to))]
-
-
-def _check_expert(model: Hooked, layer: int, expert: int) -> None:
-    model.names.at("expert_indices", layer)
-    count = model.layers[layer].mlp.num_experts
-    if not 0 <= expert < count:
-        raise ValueError(f"expert {expert} is out of range: block {layer} has experts 0 to {count - 1}")
+        rows, columns = _places(self.rows, self.positions, batch, self.prompt)
+        return rows, slice(None) if columns is None else columns
 
 
 def _numbers(name: str, given: Any) -> Any:

@@ -22,6 +22,7 @@ from transformer_std.analysis.sweeps import (
     ask,
     beginning,
     layer_labels,
+    layer_of,
     place_labels,
     places,
     run_cells,
@@ -155,11 +156,6 @@ def path_patching(
         labels.append(("batch", range(*rows)))
     what = f"{senders[0].value} -> {', '.join(dict.fromkeys(each.point.value for each in receivers))}"
     return Sweep.of(found.reshape([len(each) for _, each in labels]), labels, what, asked.baseline)
-
-
-def layer_of(point: HookPoint) -> int:
-    assert point.layer is not None
-    return point.layer
 
 
 def _receivers(model: Hooked, receiver: NamesFilter, heads: Sequence[int] | None) -> list[Receiver]:

@@ -271,6 +271,11 @@ def labelled(
     return Sweep.of(values, labels, what, asked.baseline, clean)
 
 
+def layer_of(point: HookPoint) -> int:
+    assert point.layer is not None
+    return point.layer
+
+
 def layer_labels(groups: Sequence[Sequence[HookPoint]]) -> list[Label]:
     values = {tuple(point.value for point in group) for group in groups}
     if len(values) == 1:
