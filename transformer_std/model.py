@@ -12,6 +12,7 @@ from transformer_std.analysis import (
     attribution,
     circuits,
     decomposition,
+    edges,
     heads,
     interventions,
     mixtures,
@@ -37,7 +38,7 @@ class HookedTransformer(Hooked):
     stream = generation.stream
     activation_patching, ablate = patching.activation_patching, patching.ablate
     attribution_patching, head_scores = attribution.attribution_patching, heads.head_scores
-    path_patching = paths.path_patching
+    path_patching, edge_attribution = paths.path_patching, edges.edge_attribution
     skip_layers, steer, make_vector = interventions.skip_layers, steering.steer, steering.make_vector
     ablate_expert, reroute, ban, force = mixtures.ablate_expert, mixtures.reroute, mixtures.ban, mixtures.force
     expert_attribution, expert_sweep = mixtures.expert_attribution, mixtures.expert_sweep

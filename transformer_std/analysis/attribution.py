@@ -93,13 +93,16 @@ def attribution_patching(
     return labelled(model, asked._replace(baseline=torch.zeros(())), found, [[p] for p in points], names, what)
 
 
-def slopes(model: Hooked, asked: Question, points: Sequence[HookPoint]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The values at `points` in the plain run, and the metric's gradient at each; zero where it does not hang on it."""
+def slopes(
+    model: Hooked, asked: Question, points: Sequence[HookPoint], embeddings: Tensor | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values at `points` in the plain run, or that from other `embeddings` on, and the metric's gradient at each;
+    zero where it does not hang on it."""
     gradients: dict[str, Tensor] = {}
     leaf: list[Tensor] = []
 
     def begin(embedded: Tensor, hook: HookPoint) -> Tensor:
-        leaf.append(embedded.detach().requires_grad_())
+        leaf.append((embedded if embeddings is None else embeddings).detach().requires_grad_())
         return leaf[0]
 
     def keep(gradient: Tensor, hook: HookPoint) -> None:
