@@ -145,6 +145,7 @@ def main() -> None:
             path = ROOT / page
             with tempfile.TemporaryDirectory() as here, contextlib.chdir(here):
                 os.symlink(Path(folder, "kept"), "kept")
+                os.symlink(ROOT / "examples", "examples")
                 path.write_text(with_outputs(page, with_tables(path.read_text())))
 
 

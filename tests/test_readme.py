@@ -31,6 +31,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_code_prints_what_the_page_says(page: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept").symlink_to(kept)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.syspath_prepend("examples")
     for block, out in run_blocks(page, TEXTS[page]):
         assert out == (block[2] or ""), f"{page}, after\n{block[1]}\n(python -m tests.pages writes it again)"
 
