@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-ALL = ["forward", "cache", "idle", "gradients", "generate", "mixtures", "patching", "load", "growth", "limit"]
+ALL = ["forward", "cache", "idle", "gradients", "generate", "mixtures", "patching", "paths", "load", "growth", "limit"]
 
 if __name__ == "__main__":
     sys.exit(max(subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in ALL))

@@ -15,8 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-import converters
-from benchmarks.sizes import SIZES, VOCAB, config_of
+from benchmarks.sizes import FAMILIES, SIZES, VOCAB, config_of
 from converters.tiny import make_tokenizer, shake
 from transformer_std import HookedTransformer
 
@@ -90,4 +89,4 @@ def families() -> list[str]:
     # page. The weights of a released model set that mark when they are read; those of a small one leave it where each
     # forward crosses it or does not by chance.
     torch.empty(31 << 20, dtype=torch.uint8)
-    return converters.families()
+    return list(FAMILIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+FAMILIES = ("phi", "phi3", "phimoe", "qwen2_moe", "afmoe")  # of each wiring and router one
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 4, "width": 64, "heads": 4, "tokens": (1, 16), "runs": 200},
     "middle": {"layers": 8, "width": 512, "heads": 8, "tokens": (2, 256), "runs": 9},

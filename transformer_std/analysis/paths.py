@@ -236,20 +236,26 @@ def _hold(value: Tensor, cells: int, here: Tensor, hook: HookPoint) -> None:
 
 
 def _jobs(heard: Mapping[str, Tensor], reached: Sequence[Receiver], cells: int, together: bool) -> list[Job]:
-    """The second runs: a job of all cells a receiver, or one job whose cells write all receivers."""
-    groups = [list(reached)] if together else [[each] for each in reached]
-    every = [(i,) for i in range(cells)]
+    """The second runs, of each receiver and each cell of the sender: those whose receivers read at one hook point are a
+    job; or, `together`, one job, whose runs write all receivers."""
+    if together:
+        groups = [(list(reached), [(i, *range(len(reached))) for i in range(cells)])]
+    else:
+        apart = [list(each) for _, each in itertools.groupby(reached, lambda each: each.point)]
+        groups = [(group, [(i, to) for to in range(len(group)) for i in range(cells)]) for group in apart]
 
-    def hooks(group: Sequence[Receiver], cells: Sequence[Cell]) -> list[tuple[str, HookFn]]:
-        return [(each.point.name, functools.partial(_tell, heard[each.point.name], each.head, cells)) for each in group]
+    def hooks(group: Sequence[Receiver], runs: Sequence[Cell]) -> list[tuple[str, HookFn]]:
+        points = dict.fromkeys(each.point.name for each in group)
+        return [(name, functools.partial(_tell, heard[name], group, runs)) for name in points]
 
-    return [Job(group[0].layer, every, functools.partial(hooks, group)) for group in groups]
+    return [Job(group[0].layer, runs, functools.partial(hooks, group)) for group, runs in groups]
 
 
-def _tell(heard: Tensor, head: int | None, cells: Sequence[Cell], value: Tensor, hook: HookPoint) -> None:
+def _tell(heard: Tensor, group: Sequence[Receiver], cells: Sequence[Cell], value: Tensor, hook: HookPoint) -> None:
     runs = rearrange(value, "(cell batch) ... -> cell batch ...", cell=len(cells))
-    for run, (cell,) in zip(runs, cells, strict=True):
-        if head is None:
-            run.copy_(heard[cell])
-        else:
-            run[:, :, head] = heard[cell]
+    for run, (cell, *to) in zip(runs, cells, strict=True):
+        for _, head in (group[i] for i in to if group[i].point.name == hook.name):
+            if head is None:
+                run.copy_(heard[cell])
+            else:
+                run[:, :, head] = heard[cell]
