@@ -34,7 +34,7 @@ class Factored:
         right: [*axes rank columns].
     """
 
-    def __init__(self, left: Float[Tensor, "*axes rows rank"], right: Float[Tensor, "*axes rank columns"]):
+    def __init__(self, left: Float[Tensor, "*left rows rank"], right: Float[Tensor, "*right rank columns"]):
         if left.shape[-1] != right.shape[-2]:
             raise ValueError(f"a left factor {list(left.shape)} and a right one {list(right.shape)} have no product")
         self.left, self.right = left, right
@@ -72,7 +72,7 @@ class Factored:
             return ((other[None] @ self.left) @ self.right).squeeze(-2)
         return Factored(other @ self.left, self.right)
 
-    def __mul__(self, number: float) -> Factored:
+    def __mul__(self, number: int | float) -> Factored:
         return Factored(self.left * number, self.right)
 
     __rmul__ = __mul__

@@ -397,21 +397,22 @@ def _run_kept(edges: Edges, kept: Bool[Tensor, "sender receiver"]) -> Tensor:
     def look(value: Tensor, hook: HookPoint) -> None:
         live[hook.value, hook.layer or 0] = value
 
-    def removed(missing: Bool[Tensor, "sender receiver"], before: int) -> Tensor:
-        total: Any = 0.0
+    def removed(missing: Bool[Tensor, "sender receiver"], before: int) -> Tensor | None:
+        """What the missing edges of a receiver carry; None where it misses none."""
+        parts = []
         for i, row in enumerate(rows[:before]):
             of_group = missing[row]
             if not bool(of_group.any()):
                 continue
             if i not in now:
                 now[i] = _said(model, live, senders[i])
-            total = total + _weighed(now[i], of_group) - _weighed(corrupted[i], of_group)
-        return total
+            parts.append(_weighed(now[i], of_group) - _weighed(corrupted[i], of_group))
+        return sum(parts[1:], parts[0]) if parts else None
 
     def reader(to: Receivers, missing: Bool[Tensor, "sender receiver"]) -> Any:
         def write(value: Tensor, hook: HookPoint) -> Tensor | None:
             change = removed(missing.to(value.device), to.before)
-            if not isinstance(change, Tensor):
+            if change is None:
                 return None
             whole = value if to.stream is to.point else live[to.stream.value, hook.layer or 0]
             read = whole - change.to(whole.dtype)
